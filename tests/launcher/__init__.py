@@ -1,0 +1,1 @@
+"""Tests that run real scripts under python and under torchrun."""

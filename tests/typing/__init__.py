@@ -1,0 +1,1 @@
+"""Programs for the type checker; pytest does not collect them."""

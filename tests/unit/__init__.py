@@ -1,0 +1,1 @@
+"""Tests that need no process: pure functions with explicit ranks and environments."""

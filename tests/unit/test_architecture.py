@@ -1,0 +1,138 @@
+"""The layers of the package: each module imports only what stands below it."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import ddpkit
+
+PACKAGE = Path(ddpkit.__file__).parent
+
+# Module -> what it stands on: it may import these, and whatever these stand on. A new module needs
+# a row here, and the architecture section of the README its line.
+STANDS_ON = {
+    "errors": "",
+    "topology": "errors",
+    "serialize": "errors",
+    "store": "errors",
+    "control": "topology serialize",
+    "group": "control store",
+    "agree": "group",
+    "reduce": "group",
+    "wrap": "agree",
+    "permutation": "errors",
+    "sampler": "permutation group",
+    "loader": "sampler agree",
+    "checkpoint": "agree wrap",
+    "console": "group",
+    "threads": "",
+    "launch": "group threads",
+    "entry": "launch agree",
+    "testing": "entry",
+}
+
+
+def allowed_imports(module: str) -> set[str]:
+    direct = set(STANDS_ON[module].split())
+    return direct.union(*map(allowed_imports, direct))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def room(module: str) -> str:
+    """Return the row of the table that a module belongs to: all of `launch` is one room."""
+    return module.split(".")[0]
+
+
+def source_files() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+MODULES = source_files()
+
+
+def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Find what a module imports when it runs, deferred imports included, as dotted names."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test).endswith("TYPE_CHECKING"):
+        for statement in tree.orelse:
+            yield from imported_names(statement, package)
+        return
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    if isinstance(tree, ast.ImportFrom):
+        base = package.split(".")[: -(tree.level - 1) or None] if tree.level else []
+        source = ".".join([*base, tree.module] if tree.module else base)
+        yield from (f"{source}.{alias.name}" for alias in tree.names)
+    for node in ast.iter_child_nodes(tree):
+        yield from imported_names(node, package)
+
+
+def imports_of(module: str) -> set[str]:
+    """Find the modules of this package that a module imports; "" stands for the package itself."""
+    path = MODULES[module]
+    is_package = path.name == "__init__.py"
+    parent = module if is_package else module.rpartition(".")[0]
+    names = imported_names(ast.parse(path.read_text()), f"ddpkit.{parent}".rstrip("."))
+    return {nearest_module(name) for name in names if name.split(".")[0] == "ddpkit"}
+
+
+def nearest_module(name: str) -> str:
+    """Return the module that a dotted name belongs to: `ddpkit.errors.GroupError` to `errors`."""
+    inner = name.removeprefix("ddpkit").removeprefix(".")
+    while inner not in MODULES:
+        inner = inner.rpartition(".")[0]
+    return inner
+
+
+def test_every_module_has_a_row_and_every_row_a_module() -> None:
+    assert {room(module) for module in MODULES} - {""} == STANDS_ON.keys()
+
+
+def test_imports_go_downward_only() -> None:
+    wrong = [
+        f"{module} imports {imported or '__init__'}"
+        for module in MODULES.keys() - {""}
+        for imported in imports_of(module)
+        if room(imported) != room(module) and room(imported) not in allowed_imports(room(module))
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {module: imports_of(module) - {module} for module in MODULES.keys() - {""}}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_reader_of_imports_sees_every_form() -> None:
+    source = """
+import ddpkit.errors
+from ddpkit import store as stores
+from ddpkit.group import get_rank
+from . import job
+from .. import topology
+from ..control import Channel
+def later():
+    from .report import text
+if TYPE_CHECKING:
+    import ddpkit.testing
+else:
+    import ddpkit.agree
+"""
+    assert list(imported_names(ast.parse(source), "ddpkit.launch")) == [
+        "ddpkit.errors",
+        "ddpkit.store",
+        "ddpkit.group.get_rank",
+        "ddpkit.launch.job",
+        "ddpkit.topology",
+        "ddpkit.control.Channel",
+        "ddpkit.launch.report.text",
+        "ddpkit.agree",
+    ]
+
+
+def test_no_module_is_named_like_a_public_function() -> None:
+    assert MODULES.keys() & set(ddpkit.__all__) == set()
