@@ -1,0 +1,416 @@
+"""The side channel: small signed messages between ranks, over a store, beside the collectives.
+
+A collective that waits for a dead or a lost rank says nothing. The channel can: it carries what
+every rank is doing, the outcomes of work on rank 0, and the last words of a rank that leaves. Store
+calls run on a helper thread, because torch's own time-out does not bound a server that is silent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import Store
+
+from ddpkit.errors import GroupError, PeerError
+from ddpkit.serialize import dump_value, load_value
+
+T = TypeVar("T")
+
+SECRET_VARIABLE = "DDPKIT_SECRET"
+"""Key of the signatures, for ranks that ddpkit did not start itself."""
+
+_CHUNK = 4 * 1024 * 1024  # the store's server refuses payloads of more than 8 MiB
+_HEADER = struct.Struct("!32sI")
+_DEPARTURES_AFTER = 0.005  # most waits are shorter, and every look costs a round trip
+_LIVENESS_AFTER = 0.1
+_LIVENESS_EVERY = 0.5
+_HEARTBEAT_EVERY = 5.0
+_HEARTBEAT_LIMIT = 60.0
+_FIRST_PAUSE = 0.0002
+
+
+@dataclass(frozen=True)
+class Member:
+    """The process behind a rank, as evidence of whether it is alive."""
+
+    host: str
+    """Host name."""
+    machine: str
+    """Boot id and process namespace; process ids mean the same where it is the same."""
+    pid: int
+    """Process id."""
+    started: str
+    """Start time of the process in clock ticks, so that a recycled id is not taken for it."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The last words of a rank that left the group."""
+
+    rank: int
+    """Global rank."""
+    host: str
+    """Host name."""
+    failed: bool
+    """Whether it left by an exception."""
+    summary: str = ""
+    """Exception type and message."""
+    traceback: str = ""
+    """Formatted traceback."""
+
+
+def this_member() -> Member:
+    """Describe this process."""
+    pid = os.getpid()
+    return Member(socket.gethostname(), _machine(), pid, _process_start(pid) or "")
+
+
+def is_gone(member: Member) -> bool:
+    """Tell whether a process has certainly ended; False where that cannot be known from here."""
+    if member.machine != _machine() or not member.started:
+        return False
+    return _process_start(member.pid) != member.started
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> str | None:
+    """Start time of a running process, None when it has ended, also as a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+class _StoreThread:
+    """Runs store calls in order on a thread of its own; callers wait with a bound."""
+
+    def __init__(self, store: Store, bound: float, beat: Callable[[], None] | None) -> None:
+        self._store: Store | None = store
+        self._bound = bound
+        self._beat = beat
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._silent_since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="ddpkit-control", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Store], T]) -> T:
+        if self._silent_since is not None:
+            raise GroupError(self._silence())
+        future: Future[T] = Future()
+        started = time.monotonic()
+        self._calls.put((future, function))
+        try:
+            return future.result(timeout=self._bound)
+        except FutureTimeoutError:
+            self._silent_since = started
+            raise GroupError(self._silence()) from None
+
+    def _silence(self) -> str:
+        waited = time.monotonic() - (self._silent_since or 0.0)
+        return (
+            f"The store that the ranks talk through has not answered for {waited:.0f} s. Its "
+            "process (the launcher, or rank 0) is stopped, or its machine cannot be reached."
+        )
+
+    def _work(self) -> None:
+        while True:
+            try:
+                item = self._calls.get(timeout=_HEARTBEAT_EVERY if self._beat else None)
+            except queue.Empty:
+                self._try_beat()
+                continue
+            if item is None:
+                self._store = None
+                return
+            self._answer(*item)
+
+    def _answer(self, future: Future[Any], function: Callable[[Store], Any]) -> None:
+        assert self._store is not None
+        try:
+            future.set_result(function(self._store))
+        except BaseException as error:  # noqa: BLE001  # it is raised again in the caller
+            future.set_exception(error)
+
+    def _try_beat(self) -> None:
+        try:
+            assert self._beat is not None
+            self._beat()
+        except RuntimeError:
+            self._beat = None  # the server has gone; whoever waits next is told so
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(timeout=1.0)
+
+
+class Channel:
+    """One rank's end of the side channel of one world.
+
+    Args:
+        store: A client connection that nothing else waits on.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        label: Name of this world; it is signed with every message.
+        secret: Key of the signatures.
+        bound: Seconds after which a store that does not answer is an error.
+        heartbeat: Whether to give signs of life, for ranks on other machines.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        label: str,
+        secret: bytes,
+        bound: float,
+        heartbeat: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.calls = 0
+        self._label = label.encode()
+        self._secret = secret
+        self._pid = os.getpid()
+        self._parts: dict[str, int] = {}
+        self._members: dict[int, Member] = {}
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beat_count = 0
+        self._raw = store
+        self._thread = _StoreThread(store, bound, self._beat if heartbeat else None)
+        self._publish_member()
+
+    # ------------------------------------------------------------------ messages
+
+    def publish(self, key: str, payload: bytes) -> None:
+        """Write a signed message of any size."""
+        chunks = [payload[at : at + _CHUNK] for at in range(0, len(payload), _CHUNK)]
+        parts = 0 if len(chunks) <= 1 else len(chunks)
+        header = _HEADER.pack(self._sign(key, parts, payload), parts)
+        message = header if parts else header + payload
+
+        def write(store: Store) -> None:
+            # The header last: where it stands, the message is whole.
+            for index in range(parts):
+                _set(store, f"{key}/{index}", chunks[index])
+            _set(store, key, message)
+
+        self._call(write)
+
+    def fetch(self, key: str) -> bytes | None:
+        """Read a message and check its signature; None where there is none yet."""
+        message = self._call(lambda store: store.get(key) if store.check([key]) else None)
+        if message is None:
+            return None
+        signature, parts = _HEADER.unpack_from(message)
+        if parts:
+            names = [f"{key}/{index}" for index in range(parts)]
+            payload = self._call(lambda store: b"".join([store.get(name) for name in names]))
+            self._parts[key] = parts
+        else:
+            payload = message[_HEADER.size :]
+        if not hmac.compare_digest(signature, self._sign(key, parts, payload)):
+            raise GroupError(
+                f"The message {key!r} in the store is not signed by a rank of this launch, so it "
+                "was not read. Another program writes to the same store, or the ranks have "
+                f"different values of {SECRET_VARIABLE}."
+            )
+        return payload
+
+    def delete(self, key: str) -> None:
+        """Remove a message."""
+        keys = [key, *(f"{key}/{index}" for index in range(self._parts.pop(key, 0)))]
+        self._call(lambda store: [store.delete_key(name) for name in keys])
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter and return its new value."""
+        return self._call(lambda store: store.add(key, amount))
+
+    def _sign(self, key: str, parts: int, payload: bytes) -> bytes:
+        signer = hmac.new(self._secret, digestmod=hashlib.sha256)
+        for part in (self._label, key.encode(), str(parts).encode()):
+            signer.update(len(part).to_bytes(4, "big") + part)
+        signer.update(payload)
+        return signer.digest()
+
+    def _call(self, function: Callable[[Store], T]) -> T:
+        if os.getpid() != self._pid:
+            raise GroupError(
+                f"A helper process of rank {self.rank} (a data worker?) called a function that "
+                "only the rank itself may call."
+            )
+        try:
+            return self._thread.call(function)
+        except GroupError:
+            raise
+        except RuntimeError as error:  # what torch's stores raise when the connection is lost
+            raise GroupError(
+                f"[rank {self.rank}/{self.world_size}] The store that the ranks talk through has "
+                f"gone: {str(error).splitlines()[0]}. The process that served it (the launcher, or "
+                "rank 0) has ended."
+            ) from error
+
+    # ------------------------------------------------------------------ members and departures
+
+    def _publish_member(self) -> None:
+        self.publish(f"member/{self.rank}", dump_value(this_member()))
+
+    def absent(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these ranks have not joined yet."""
+        return [rank for rank in ranks if self._member(rank) is None]
+
+    def _member(self, rank: int) -> Member | None:
+        if rank not in self._members:
+            payload = self.fetch(f"member/{rank}")
+            if payload is None:
+                return None
+            self._members[rank] = load_value(payload)
+        return self._members[rank]
+
+    def leave(self, departure: Departure) -> None:
+        """Tell the other ranks that this one leaves, and why."""
+        self.publish(f"left/{self.rank}", dump_value(departure))
+        self._call(lambda store: store.set("left", "1"))
+
+    def departures(self) -> list[Departure]:
+        """Who has left so far."""
+        if not self._call(lambda store: store.check(["left"])):
+            return []
+        payloads = (self.fetch(f"left/{rank}") for rank in range(self.world_size))
+        return [load_value(payload) for payload in payloads if payload is not None]
+
+    def _beat(self) -> None:
+        # Runs on the helper thread itself.
+        self._beat_count += 1
+        self._raw.set(f"beat/{self.rank}", str(self._beat_count))
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        *,
+        timeout: float | None,
+        notice_after: float,
+        notice: Callable[[Sequence[int]], None],
+    ) -> bool:
+        """Wait until something is ready, or until it is certain that it will never be.
+
+        Args:
+            ready: Asks whether the wait is over.
+            awaited: Names the ranks that it depends on.
+            timeout: Seconds, or None for as long as the awaited ranks live.
+            notice_after: Seconds after which `notice` is called, once.
+            notice: Tells a person whom this rank waits for.
+
+        Returns:
+            True when ready, False when the time has passed.
+
+        Raises:
+            PeerError: A rank has failed or an awaited one has ended.
+            GroupError: An awaited rank has left the group.
+        """
+        started = checked = time.monotonic()
+        pause = _FIRST_PAUSE
+        told = False
+        while not ready():
+            now = time.monotonic()
+            waited = now - started
+            if waited > _LIVENESS_AFTER and now - checked > _LIVENESS_EVERY:
+                checked = now
+                self._check_alive(ready, awaited())
+            if waited > _DEPARTURES_AFTER:
+                self._check_departures(ready, awaited)
+            if timeout is not None and waited > timeout:
+                return ready()
+            if waited > notice_after and not told:
+                told = True
+                notice(awaited())
+            time.sleep(pause)
+            pause = min(pause * 1.5, _longest_pause(waited))
+        return True
+
+    def _check_departures(
+        self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]
+    ) -> None:
+        for departure in self.departures():
+            if departure.rank == self.rank or ready():
+                continue
+            if departure.failed:
+                raise PeerError(
+                    f"[rank {self.rank}/{self.world_size}] Rank {departure.rank} on "
+                    f"{departure.host} failed while this rank waited for it: {departure.summary}",
+                    rank=departure.rank,
+                    traceback=departure.traceback,
+                )
+            if departure.rank in awaited():
+                raise GroupError(
+                    f"[rank {self.rank}/{self.world_size}] This rank waits for rank "
+                    f"{departure.rank}, which has already left the group. All ranks must make the "
+                    "same calls; check conditions that differ between ranks."
+                )
+
+    def _check_alive(self, ready: Callable[[], bool], awaited: Sequence[int]) -> None:
+        for rank in awaited:
+            member = self._member(rank)
+            # What a rank wrote just before its end counts, so ask again after the evidence.
+            if member is None or not self._is_lost(rank, member) or ready() or self.departures():
+                continue
+            raise PeerError(
+                f"[rank {self.rank}/{self.world_size}] Rank {rank} (process {member.pid} on "
+                f"{member.host}) has ended without a word while this rank waited for it. If "
+                "nobody stopped it, the kernel's out-of-memory killer is the usual cause.",
+                rank=rank,
+            )
+
+    def _is_lost(self, rank: int, member: Member) -> bool:
+        if member.machine == _machine():
+            return is_gone(member)
+        key = f"beat/{rank}"
+        beat = self._call(lambda store: store.get(key) if store.check([key]) else b"")
+        last, since = self._beats.get(rank, (None, 0.0))
+        if beat != last:
+            self._beats[rank] = (beat, time.monotonic())
+            return False
+        return time.monotonic() - since > _HEARTBEAT_LIMIT
+
+    def close(self) -> None:
+        """End the helper thread and drop the connection."""
+        self._thread.close()
+        del self._raw
+
+
+def _set(store: Store, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # torch's stub knows str alone
+
+
+def _longest_pause(waited: float) -> float:
+    """Poll briskly at first; after that a wait is long and the store has other clients."""
+    if waited < 5.0:
+        return 0.01
+    return 0.1 if waited < 60.0 else 0.5

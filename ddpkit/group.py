@@ -1,0 +1,614 @@
+"""The process group: open it, join it, leave it; and who this process is within it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+
+from ddpkit import store as stores
+from ddpkit.control import SECRET_VARIABLE, Channel, Departure
+from ddpkit.errors import ConfigError, GroupError
+from ddpkit.serialize import record_exception
+from ddpkit.topology import Topology, is_loopback, read_topology
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that rendezvous and collectives may take."""
+_ERROR_PATH_BOUND = 1.5
+_FAREWELL_BOUND = 30.0
+_NOTICE_AFTER = 3.0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World(Topology):
+    """An open process group as one rank sees it: a `Topology` with device and backend."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Device of this rank."""
+    backend: str = "gloo"
+    """Backend of the default group, such as `gloo` or `cpu:gloo,cuda:nccl`."""
+
+
+@dataclass
+class _Opened:
+    """What this process holds while a group is open."""
+
+    world: World
+    channel: Channel | None
+
+
+@dataclass
+class _ProcessState:
+    opened: _Opened | None = None
+    adopted: tuple[Any, Channel] | None = None
+    secret: bytes | None = None
+    generations: int = 0
+    servers: dict[tuple[str, int], Store] = field(default_factory=dict)
+
+
+_state = _ProcessState()
+
+
+# ------------------------------------------------------------------------------------ who am I
+
+
+def get_rank() -> int:
+    """Return the global rank of this process.
+
+    Works anywhere: within a group it is the group's, under a launcher without a group it is the
+    launcher's, and in a plain process (a world of one) it is 0. Does not communicate.
+
+    Example:
+        >>> get_rank()
+        0
+    """
+    return dist.get_rank() if _group_is_open() else current_topology().rank
+
+
+def get_world_size() -> int:
+    """Return the number of ranks; 1 in a plain process. Does not communicate.
+
+    Example:
+        >>> get_world_size()
+        1
+    """
+    return dist.get_world_size() if _group_is_open() else current_topology().world_size
+
+
+def get_local_rank() -> int:
+    """Return the rank among those of this machine; 0 in a plain process. Does not communicate.
+
+    Example:
+        >>> get_local_rank()
+        0
+    """
+    if _state.opened is not None:
+        return _state.opened.world.local_rank
+    return current_topology().local_rank
+
+
+def is_rank0() -> bool:
+    """Tell whether this is rank 0; True in a plain process. Does not communicate.
+
+    Example:
+        >>> is_rank0()
+        True
+    """
+    return get_rank() == 0
+
+
+def get_device() -> torch.device:
+    """Return the device of this rank: its accelerator, or the CPU where there is none.
+
+    Works with and without a group, and in a world of one. Does not communicate.
+
+    Example:
+        >>> get_device().type in ("cpu", "cuda", "mps", "xpu")
+        True
+    """
+    if _state.opened is not None and _group_is_open():
+        return _state.opened.world.device
+    return _choose_device_here(current_topology(), None)
+
+
+def current_topology() -> Topology:
+    """Read the topology of this process from its environment."""
+    return read_topology(os.environ, os.getpid())
+
+
+def _group_is_open() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------ pure decisions
+
+
+def choose_device(
+    requested: str | torch.device | None,
+    accelerator: str | None,
+    device_count: int,
+    topology: Topology,
+) -> torch.device:
+    """Choose the device of a rank.
+
+    Args:
+        requested: What the user asked for, or None.
+        accelerator: Type of this machine's accelerator, None where it has none.
+        device_count: How many of them this process sees.
+        topology: The place of the rank.
+
+    Returns:
+        The CPU, or the accelerator of this rank with its index.
+
+    Raises:
+        ConfigError: The node has more ranks than devices, or the device does not exist.
+    """
+    wanted = torch.device(requested) if requested is not None else None
+    if wanted is not None and (has_index(wanted) or wanted.type != accelerator):
+        _check_exists(wanted, accelerator, device_count)
+        return wanted
+    if accelerator is None:
+        return torch.device("cpu")
+    if device_count == 1 and topology.local_world_size > 1 and topology.source != "ddpkit":
+        # One visible device for each rank is how schedulers bind them; its index is always 0.
+        return torch.device(accelerator, 0)
+    if topology.local_rank >= device_count:
+        raise ConfigError(
+            f"Local rank {topology.local_rank} of {topology.local_world_size} has no {accelerator} "
+            f"device of its own: this machine shows {device_count}. Start at most {device_count} "
+            'ranks per node, or pass device="cpu".'
+        )
+    return torch.device(accelerator, topology.local_rank)
+
+
+def has_index(device: torch.device) -> bool:
+    """Tell whether a device names one of several, as `cuda:1` does and `cuda` does not."""
+    return ":" in str(device)
+
+
+def _check_exists(device: torch.device, accelerator: str | None, device_count: int) -> None:
+    if device.type in ("cpu", "meta"):
+        return
+    if device.type != accelerator or (device.index or 0) >= device_count:
+        available = f"{device_count} x {accelerator}" if accelerator else "only the CPU"
+        raise ConfigError(
+            f"device={str(device)!r} was given, but this process sees {available}. Pass a device "
+            "that exists, or None to choose it."
+        )
+
+
+def choose_backend(requested: str | None, device: torch.device) -> str:
+    """Choose the backend for a device.
+
+    Args:
+        requested: What the user asked for, or None.
+        device: Device of the rank.
+
+    Returns:
+        `gloo` for the CPU. For an accelerator its own backend, with gloo beside it for CPU tensors.
+    """
+    if requested is not None:
+        return requested
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+# --------------------------------------------------------------------------------------- effects
+
+
+def accelerator_type() -> str | None:
+    """Type of this machine's accelerator, None where there is none that can be used."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else None
+
+
+def _choose_device_here(topology: Topology, requested: str | torch.device | None) -> torch.device:
+    accelerator = accelerator_type()
+    count = torch.accelerator.device_count() if accelerator else 0
+    return choose_device(requested, accelerator, count, topology)
+
+
+@contextlib.contextmanager
+def process_group(
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+    device: str | torch.device | None = None,
+) -> Iterator[World]:
+    """Open the default process group for a block or a function, or join the one that is open.
+
+    Collective: every rank must call this. In a plain process it opens a group of one rank, in which
+    real collectives work. A group that was open before stays open; one that this call opened is
+    destroyed at the end of the block. When the block raises, the other ranks are told why, and
+    the exception leaves the block without waiting for them.
+
+    Args:
+        backend: Name of a torch.distributed backend. Default: gloo for the CPU; the
+            accelerator's own with gloo beside it otherwise.
+        timeout: Bound of the rendezvous and of collectives, in seconds or as a timedelta. Default:
+            600 seconds.
+        device: Device of this rank. Default: its accelerator, or the CPU.
+
+    Yields:
+        The world as this rank sees it.
+
+    Raises:
+        ConfigError: The launcher's variables are wrong, or there are more ranks than devices.
+        GroupError: An open group has other settings, or ranks are missing at the rendezvous.
+
+    Example:
+        >>> with process_group() as world:
+        ...     world.world_size
+        1
+    """
+    seconds = to_seconds(timeout)
+    if _group_is_open():
+        yield _join_open_group(backend, device)
+        return
+    topology = current_topology()
+    chosen = _choose_device_here(topology, device)
+    world = World(**asdict(topology), device=chosen, backend=choose_backend(backend, chosen))
+    with _restored_process_settings(topology):
+        opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
+        try:
+            yield world
+        except BaseException as error:
+            _close_after_error(opened, error)
+            raise
+        else:
+            _close(opened)
+
+
+def to_seconds(timeout: float | timedelta | None) -> float | None:
+    """Convert a time argument to seconds, checking that it is positive."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"timeout={timeout!r} was given, but it must be more than 0 seconds.")
+    return seconds
+
+
+def _join_open_group(backend: str | None, device: str | torch.device | None) -> World:
+    actual = _open_backend()
+    if backend is not None and not _same_backend(backend, actual):
+        raise GroupError(
+            f"backend={backend!r} was given, but a process group with {actual!r} is already open. "
+            "Leave backend out to join it, or close that group first."
+        )
+    opened = _state.opened
+    world = opened.world if opened is not None else _adopted_world(device, actual)
+    if device is not None and torch.device(device).type != world.device.type:
+        raise GroupError(
+            f"device={str(device)!r} was given, but the open process group uses {world.device}. "
+            "Leave device out to join it, or close that group first."
+        )
+    return world
+
+
+def _adopted_world(device: str | torch.device | None, backend: str) -> World:
+    """Describe a group that somebody else opened; the launcher's variables may be missing."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology = current_topology()
+    if (topology.rank, topology.world_size) != (rank, size):
+        topology = Topology(rank, size, rank, size, source="group")
+    return World(**asdict(topology), device=_choose_device_here(topology, device), backend=backend)
+
+
+def _open_backend() -> str:
+    # get_backend() says "undefined" for a group that was opened without naming one.
+    return str(dist.get_backend_config())
+
+
+def _same_backend(requested: str, actual: str) -> bool:
+    return set(str(dist.BackendConfig(dist.Backend(requested))).split(",")) <= set(
+        actual.split(",")
+    )
+
+
+@contextlib.contextmanager
+def _restored_process_settings(topology: Topology) -> Iterator[None]:
+    """Put back what opening a group changes in this process."""
+    excepthook = sys.excepthook
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is None and topology.num_nodes == 1:
+        # A host name that resolves wrongly, or not at all, must not matter on one machine.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
+        if interface is None:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def _open(world: World, timeout: float) -> _Opened:
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device.index or 0)
+    store, channel = _rendezvous(world, timeout)
+    bound_device = None if world.device.type == "cpu" else world.device
+    try:
+        dist.init_process_group(
+            world.backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=bound_device,
+        )
+    except BaseException:
+        if channel is not None:
+            channel.close()
+        raise
+    _state.opened = _Opened(world, channel)
+    return _state.opened
+
+
+def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
+    if world.source == "none":
+        return HashStore(), None
+    label = _next_label(world)
+    if _must_serve(world):
+        _serve_once(world, timeout)
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    address = (world.master_addr, world.master_port)
+    deadline = time.monotonic() + timeout
+    client = stores.connect(*address, timeout, lambda: _waiting_for_server(world))
+    if world.world_size == 1:
+        return PrefixStore(label, client), None
+    side = stores.connect(*address, timeout)
+    channel = open_channel(PrefixStore(f"{label}/control", side), world, label, timeout)
+    try:
+        _await_members(channel, world, deadline, timeout)
+    except BaseException:
+        channel.close()
+        raise
+    return PrefixStore(label, client), channel
+
+
+def _next_label(world: World) -> str:
+    """Name a world: a store may serve several in a row, and several attempts of torchrun."""
+    _state.generations += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"ddpkit/{world.source}/{attempt}/{_state.generations}"
+
+
+def _must_serve(world: World) -> bool:
+    """Tell whether rank 0 hosts the store, because the launcher does not."""
+    if world.source == "torchrun":
+        return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return world.rank == 0 and world.source == "environment"
+
+
+def bind_address(master_addr: str) -> str:
+    """Choose what the store's server listens on: loopback alone where the ranks use loopback."""
+    if master_addr in ("localhost", "ip6-localhost"):
+        return stores.LOOPBACK
+    if is_loopback(master_addr):
+        return master_addr
+    return "::" if ":" in master_addr else "0.0.0.0"  # other machines connect
+
+
+def _serve_once(world: World, timeout: float) -> None:
+    """Host the store on rank 0; torch cannot close one that a group used, so keep it until exit."""
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    address = (world.master_addr, world.master_port)
+    if address not in _state.servers:
+        listener = stores.listen(bind_address(world.master_addr), world.master_port)
+        _state.servers[address] = stores.serve(listener, timeout)
+
+
+def open_channel(store: Store, world: World, label: str, bound: float) -> Channel:
+    """Open this rank's end of the side channel."""
+    return Channel(
+        store,
+        rank=world.rank,
+        world_size=world.world_size,
+        label=label,
+        secret=_secret(),
+        bound=bound,
+        heartbeat=world.source != "ddpkit",
+    )
+
+
+def set_secret(secret: bytes) -> None:
+    """Set the key that the launcher of this rank handed down for signing messages."""
+    _state.secret = secret
+
+
+def _secret() -> bytes:
+    return _state.secret or os.environ.get(SECRET_VARIABLE, "").encode()
+
+
+def _await_members(channel: Channel, world: World, deadline: float, timeout: float) -> None:
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    missing = others
+
+    def everyone_is_here() -> bool:
+        nonlocal missing
+        missing = channel.absent(missing)
+        return not missing
+
+    def notice(ranks: object) -> None:
+        _logger.warning(
+            "[rank %d/%d] waiting for %s of %d at %s:%s (read from: %s)",
+            *(world.rank, world.world_size, name_ranks(missing), world.world_size),
+            *(world.master_addr, world.master_port, world.source),
+        )
+
+    arrived = channel.wait(
+        everyone_is_here,
+        lambda: missing,
+        timeout=deadline - time.monotonic(),
+        notice_after=_NOTICE_AFTER,
+        notice=notice,
+    )
+    if not arrived:
+        raise GroupError(
+            f"[rank {world.rank}/{world.world_size}] {name_ranks(missing)} did not join within "
+            f"{timeout:.0f} s at {world.master_addr}:{world.master_port}. WORLD_SIZE="
+            f"{world.world_size} was read from: {world.source}. Start the missing ranks or correct "
+            "WORLD_SIZE."
+        )
+
+
+def _waiting_for_server(world: World) -> str:
+    return (
+        f"[rank {world.rank}/{world.world_size}] waiting for the store of rank 0 at "
+        f"{world.master_addr}:{world.master_port} (read from: {world.source})"
+    )
+
+
+def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
+    """Name ranks in a message: `rank 1`, or `ranks 1, 2, 3 and 40 more`."""
+    shown = ", ".join(str(rank) for rank in ranks[:limit])
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
+
+
+# ------------------------------------------------------------------------------------- closing
+
+
+def _close(opened: _Opened) -> None:
+    world, channel = opened.world, opened.channel
+    try:
+        if _group_is_open():
+            dist.destroy_process_group()
+        if channel is not None:
+            channel.leave(Departure(world.rank, _host(), failed=False))
+            if _must_serve(world):
+                _await_farewells(channel)
+    finally:
+        _forget(opened)
+
+
+def _await_farewells(channel: Channel) -> None:
+    """Serve until the others have left too, for this process may be about to end."""
+    others = range(1, channel.world_size)
+    remaining: list[int] = list(others)
+
+    def everyone_has_left() -> bool:
+        nonlocal remaining
+        gone = {departure.rank for departure in channel.departures()}
+        remaining = [rank for rank in others if rank not in gone]
+        return not remaining
+
+    with contextlib.suppress(GroupError, RuntimeError):  # one that died needs no store any more
+        channel.wait(
+            everyone_has_left,
+            lambda: remaining,
+            timeout=_FAREWELL_BOUND,
+            notice_after=_FAREWELL_BOUND,
+            notice=lambda ranks: None,
+        )
+
+
+def _close_after_error(opened: _Opened, error: BaseException) -> None:
+    """Tell the others, then leave without waiting for anybody."""
+
+    def close() -> None:
+        if opened.channel is not None:
+            record = record_exception(error)
+            departure = Departure(
+                opened.world.rank, _host(), True, record.summary, record.traceback
+            )
+            opened.channel.leave(departure)
+        if _group_is_open():
+            dist.destroy_process_group()
+
+    # Both steps can block: the store's process may be stopped, NCCL may wait for queued work.
+    closer = threading.Thread(target=_quietly, args=(close,), name="ddpkit-close", daemon=True)
+    closer.start()
+    closer.join(timeout=_ERROR_PATH_BOUND)
+    if closer.is_alive():
+        _logger.warning("the process group could not be closed in %.1f s", _ERROR_PATH_BOUND)
+    _forget(opened)
+
+
+def _quietly(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001  # the user's exception is the one that matters
+        _logger.debug("while closing the group after an error: %r", error)
+
+
+def _forget(opened: _Opened) -> None:
+    _state.opened = None
+    if opened.channel is not None:
+        opened.channel.close()
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+# ----------------------------------------------------------------------------- for collectives
+
+
+def require_group(caller: str) -> bool:
+    """Tell whether there is somebody to talk to.
+
+    Args:
+        caller: Name of the public function that asks, for the message.
+
+    Returns:
+        False in a world of one, True when a group of several ranks is open.
+
+    Raises:
+        GroupError: A launcher started several ranks, but no group is open.
+    """
+    if _group_is_open():
+        return dist.get_world_size() > 1
+    topology = current_topology()
+    if topology.world_size == 1:
+        return False
+    raise GroupError(
+        f"{caller}() was called on rank {topology.rank} of {topology.world_size} (read from: "
+        f"{topology.source}), but no process group is open. Call it inside `with process_group():` "
+        "or inside a function decorated with @distributed."
+    )
+
+
+def get_channel() -> Channel:
+    """Return the side channel of the open group of several ranks, opening it on first use."""
+    if _state.opened is not None and _state.opened.channel is not None:
+        return _state.opened.channel
+    group = dist.group.WORLD
+    if _state.adopted is not None and _state.adopted[0] is not group:
+        _state.adopted[1].close()
+        _state.adopted = None
+    if _state.adopted is None:
+        _state.adopted = (group, _adopt_channel())
+    return _state.adopted[1]
+
+
+def _adopt_channel() -> Channel:
+    """Open a side channel beside a group that the user's own code has opened."""
+    world = _adopted_world(None, _open_backend())
+    _state.generations += 1
+    label = f"ddpkit/adopted/{_state.generations}"
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
+    # A connection of its own where torch can make one (2.7 and newer), so that a wait inside torch
+    # does not hold the channel up.
+    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+        store = store.clone()
+    channel = open_channel(PrefixStore(label, store), world, label, DEFAULT_TIMEOUT)
+    _await_members(channel, world, time.monotonic() + DEFAULT_TIMEOUT, DEFAULT_TIMEOUT)
+    return channel

@@ -1,0 +1,133 @@
+"""TCP stores without a guessed port and without an unbounded wait."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from ddpkit.errors import GroupError
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096  # every rank may connect before the server accepts its first client
+_PROBE_PAUSE = 0.05
+_NOTICE_AFTER = 3.0
+
+_logger = logging.getLogger(__name__)
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Bind and listen, so that no other process can take the port before a store serves on it.
+
+    Args:
+        host: Address to listen on.
+        port: Port, or 0 for a free one.
+
+    Returns:
+        The listening socket.
+
+    Raises:
+        GroupError: The port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise GroupError(
+            f"Rank 0 cannot serve its store on {host}:{port}, because another process holds that "
+            "port. Set MASTER_PORT to a free port for all ranks."
+        ) from error
+    return listener
+
+
+def serve(listener: socket.socket, timeout: float) -> TCPStore:
+    """Serve a store on a listening socket, which is closed with the store.
+
+    Args:
+        listener: What `listen` returned; it belongs to the store afterwards.
+        timeout: Bound in seconds of the store's own waits.
+
+    Returns:
+        The store; its server ends when the object does.
+    """
+    host, port = listener.getsockname()[:2]
+
+    def start(use_libuv: bool) -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=os.dup(listener.fileno()),
+            use_libuv=use_libuv,
+        )
+
+    try:
+        try:
+            return start(use_libuv=True)
+        except RuntimeError:
+            # torch 2.6 adopts a listening socket only without libuv.
+            return start(use_libuv=False)
+    finally:
+        listener.close()
+
+
+def connect(
+    host: str, port: int, timeout: float, notice: Callable[[], str] | None = None
+) -> TCPStore:
+    """Connect to a store that may not be served yet.
+
+    Args:
+        host: Host of the server.
+        port: Port of the server.
+        timeout: Seconds to wait for it.
+        notice: Makes the text that is logged when the wait has taken a few seconds.
+
+    Returns:
+        A client.
+
+    Raises:
+        GroupError: Nothing accepts connections there within the time.
+    """
+    # TCPStore's own retries print stack frames and cannot be interrupted, so probe first.
+    _await_server(host, port, timeout, notice)
+    return TCPStore(
+        host,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _await_server(host: str, port: int, timeout: float, notice: Callable[[], str] | None) -> None:
+    started = time.monotonic()
+    while True:
+        waited = time.monotonic() - started
+        try:
+            with contextlib.closing(socket.create_connection((host, port), timeout=2.0)):
+                return
+        except OSError as error:
+            if waited > timeout:
+                raise GroupError(
+                    f"No store answers at {host}:{port} after {waited:.0f} s ({error}). Check that "
+                    "rank 0 has started, and that MASTER_ADDR and MASTER_PORT are right."
+                ) from error
+        if notice is not None and waited > _NOTICE_AFTER:
+            _logger.warning(notice())
+            notice = None
+        time.sleep(_PROBE_PAUSE)
