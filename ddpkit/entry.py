@@ -1,0 +1,374 @@
+"""`@distributed`: join the ranks that a launcher started, or start them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, cast, overload
+
+import torch
+import torch.distributed as dist
+from typing_extensions import ParamSpec
+
+from ddpkit import store as stores
+from ddpkit import threads
+from ddpkit.agree import exchange
+from ddpkit.errors import ConfigError
+from ddpkit.group import (
+    DEFAULT_TIMEOUT,
+    accelerator_type,
+    current_topology,
+    get_world_size,
+    has_index,
+    process_group,
+    to_seconds,
+)
+from ddpkit.launch import launch
+from ddpkit.launch.job import Job, Options, register
+from ddpkit.launch.worker import RankSpec, rank_environment
+from ddpkit.topology import Topology
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NPROC_VARIABLE = "DDPKIT_NPROC_PER_NODE"
+"""Overrides the default number of ranks, never an explicit argument."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DistributedFunction(Generic[P, R]):
+    """A function that runs on every rank; what `@distributed` makes.
+
+    Attributes:
+        options: The options of its launches.
+    """
+
+    def __init__(
+        self, function: Callable[P, R], options: Options, bound: tuple[Any, ...] = ()
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
+        self.options = options
+        self._bound = bound
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function on all ranks.
+
+        Returns:
+            Rank 0's value where this call starts the ranks; this rank's own value where a launcher
+            has started them, or where the call is made inside a rank.
+
+        Raises:
+            BaseException: What the rank raised that failed first, with a `WorkerError` as its
+                cause.
+            WorkerError: A rank ended in another way.
+            ConfigError: The options or the launcher's variables are wrong, or an argument cannot
+                be sent; no process has been started then.
+        """
+        job = self._job(args, kwargs)
+        where = _decide(job.options, current_topology(), _group_is_open())
+        if where == "start" and job.nproc > 1:
+            return cast(R, launch(job)[0])
+        if where == "start":
+            return cast(R, _run_alone(job))
+        return cast(R, _run_here(job) if where == "inside" else _run_under_launcher(job))
+
+    def run_all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run the function on all ranks and return one value for each, in the order of ranks.
+
+        Under a launcher, or inside a rank, it is collective: every rank gets the whole list.
+
+        Returns:
+            One value for each rank.
+
+        Raises:
+            BaseException: As for a call.
+        """
+        job = self._job(args, kwargs)
+        where = _decide(job.options, current_topology(), _group_is_open())
+        if where == "start":
+            return cast("list[R]", launch(job) if job.nproc > 1 else [_run_alone(job)])
+        if where == "inside":
+            return cast("list[R]", exchange(_run_here(job), name="run_all"))
+        return cast("list[R]", _run_under_launcher(job, gather=True))
+
+    def with_options(self, **options: Any) -> DistributedFunction[P, R]:
+        """Return a copy with other options, which are those of `distributed`.
+
+        Example:
+            >>> @distributed
+            ... def answer() -> int:
+            ...     return 42
+            >>> answer.with_options(nproc_per_node=1)()
+            42
+        """
+        given = {field.name: getattr(self.options, field.name) for field in fields(Options)}
+        return DistributedFunction(
+            self.__wrapped__, make_options(**{**given, **options}), self._bound
+        )
+
+    def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]:
+        """Bind to an instance, for a decorated method."""
+        if instance is None:
+            return self
+        return DistributedFunction(self.__wrapped__, self.options, (instance,))
+
+    def __repr__(self) -> str:
+        return f"<distributed {self.__wrapped__!r}>"
+
+    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        nproc = choose_nproc(self.options.nproc_per_node, os.environ.get(NPROC_VARIABLE), 0)
+        if nproc == 0:
+            nproc = _count_devices(self.options)
+        return Job(self.__wrapped__, (*self._bound, *args), kwargs, nproc, self.options)
+
+
+@overload
+def distributed(function: Callable[P, R], /) -> DistributedFunction[P, R]: ...
+
+
+@overload
+def distributed(
+    function: Callable[P, R],
+    /,
+    *,
+    nproc_per_node: int | None = ...,
+    backend: str | None = ...,
+    device: str | torch.device | None = ...,
+    timeout: float | timedelta = ...,
+    start_method: str = ...,
+    shutdown_grace: float = ...,
+    init_group: bool = ...,
+) -> DistributedFunction[P, R]: ...
+
+
+@overload
+def distributed(
+    *,
+    nproc_per_node: int | None = ...,
+    backend: str | None = ...,
+    device: str | torch.device | None = ...,
+    timeout: float | timedelta = ...,
+    start_method: str = ...,
+    shutdown_grace: float = ...,
+    init_group: bool = ...,
+) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
+
+
+def distributed(function: Any = None, /, **options: Any) -> Any:
+    """Run a function on several ranks when it is called.
+
+    Inside a rank the function simply runs. Under torchrun, or with hand-set variables, the call
+    opens the process group and runs the function in this process. Otherwise it starts ranks on
+    this machine; with one rank the function runs in the calling process.
+
+    Args:
+        function: What to decorate.
+        **options: Keyword-only options:
+
+            - nproc_per_node: Number of ranks. Default: `DDPKIT_NPROC_PER_NODE`, or the
+              accelerators of this machine, or 1.
+            - backend: As for `process_group`.
+            - device: As for `process_group`.
+            - timeout: Bound of rendezvous and collectives in seconds. Default: 600.
+            - start_method: `auto` (fork when that is safe, else forkserver), `fork`, `forkserver`
+              or `spawn`. Default: `auto`.
+            - shutdown_grace: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
+              Default: 5.
+            - init_group: Whether to open the process group. False starts the ranks and sets their
+              variables, for a function that calls `init_process_group` itself. Default: True.
+
+    Returns:
+        The decorated function; it has `run_all` and `with_options` beside its own signature.
+
+    Raises:
+        ConfigError: An option is wrong.
+
+    Example:
+        >>> @distributed(nproc_per_node=1)
+        ... def world_size() -> int:
+        ...     return torch.distributed.get_world_size()
+        >>> world_size()
+        1
+    """
+    if function is None:
+        return lambda decorated: distributed(decorated, **options)
+    if not callable(function):
+        raise ConfigError(
+            f"distributed({function!r}) was given, but the first argument is the function. Write "
+            "@distributed(nproc_per_node=...) for options."
+        )
+    if isinstance(function, DistributedFunction):
+        return function.with_options(**options)
+    register(function)
+    return DistributedFunction(function, make_options(**options))
+
+
+def make_options(**given: Any) -> Options:
+    """Check options and put them into their record."""
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"distributed() has no option {', '.join(unknown)}. Its options are {', '.join(known)}."
+        )
+    options = Options(**given)
+    nproc: object = options.nproc_per_node
+    if nproc is not None and (isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1):
+        raise ConfigError(
+            f"nproc_per_node={nproc!r} was given, but it must be at least 1, or None."
+        )
+    if options.shutdown_grace < 0:
+        raise ConfigError(f"shutdown_grace={options.shutdown_grace!r} must not be negative.")
+    return replace(options, timeout=to_seconds(options.timeout) or DEFAULT_TIMEOUT)
+
+
+# ------------------------------------------------------------------------------ pure decisions
+
+
+def choose_nproc(explicit: int | None, variable: str | None, devices: int) -> int:
+    """Choose the number of ranks to start.
+
+    Args:
+        explicit: The `nproc_per_node` that was given, or None.
+        variable: Value of `DDPKIT_NPROC_PER_NODE`, or None.
+        devices: What to use when neither says anything.
+
+    Returns:
+        The number of ranks.
+
+    Raises:
+        ConfigError: The variable is not a whole number of at least 1.
+    """
+    if explicit is not None:
+        return explicit
+    if variable is None:
+        return devices
+    if not variable.isdigit() or int(variable) < 1:
+        raise ConfigError(
+            f"{NPROC_VARIABLE}={variable!r} was given, but it must be a whole number of at least 1."
+        )
+    return int(variable)
+
+
+def _decide(options: Options, topology: Topology, group_is_open: bool) -> str:
+    """Decide where to run: `inside` this rank, under the `launcher`'s ranks, or `start` ranks."""
+    if topology.source == "ddpkit" or group_is_open:
+        _check_inside(options)
+        return "inside"
+    return "start" if topology.source == "none" else "launcher"
+
+
+def _check_inside(options: Options) -> None:
+    actual = get_world_size()
+    if options.nproc_per_node is not None and options.nproc_per_node != actual:
+        raise ConfigError(
+            f"nproc_per_node={options.nproc_per_node} was given, but this call is made inside a "
+            f"rank of a world of {actual}. Leave nproc_per_node out, or call it outside."
+        )
+
+
+# --------------------------------------------------------------------------------------- effects
+
+
+def _group_is_open() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _count_devices(options: Options) -> int:
+    """Count accelerators without opening their driver where torch can ask without."""
+    if options.device is not None:
+        device = torch.device(options.device)
+        if device.type == "cpu" or has_index(device):
+            return 1
+    return max(1, torch.accelerator.device_count()) if accelerator_type() is not None else 1
+
+
+def _run_here(job: Job) -> Any:
+    return job()
+
+
+def _run_alone(job: Job) -> Any:
+    """Run in this process, as a world of one."""
+    options = job.options
+    if options.init_group:
+        with process_group(options.backend, timeout=options.timeout, device=options.device):
+            return job()
+    listener = stores.listen()
+    port = listener.getsockname()[1]
+    store = stores.serve(listener, options.timeout)
+    try:
+        spec = RankSpec(0, 1, port, b"", torch.get_num_threads(), options)
+        with _environment(rank_environment(spec, os.getpid())):
+            return job()
+    finally:
+        del store
+
+
+def _run_under_launcher(job: Job, *, gather: bool = False) -> Any:
+    topology = current_topology()
+    if job.options.nproc_per_node not in (None, topology.local_world_size):
+        _logger.info(
+            "nproc_per_node=%s is ignored: %s started %d ranks on this node",
+            *(job.options.nproc_per_node, topology.source, topology.local_world_size),
+        )
+    with _recorded_for_torchrun(topology), _divided_threads(topology):
+        if not job.options.init_group:
+            value = job()
+            return _gather_values(job, value) if gather else value
+        options = job.options
+        with process_group(options.backend, timeout=options.timeout, device=options.device):
+            value = job()
+            return exchange(value, name="run_all") if gather else value
+
+
+def _gather_values(job: Job, value: Any) -> list[Any]:
+    with process_group("gloo", timeout=job.options.timeout, device="cpu"):
+        return exchange(value, name="run_all")
+
+
+@contextlib.contextmanager
+def _recorded_for_torchrun(topology: Topology) -> Iterator[None]:
+    """Write an exception into torchrun's error file, so that its summary shows the cause."""
+    try:
+        yield
+    except Exception as error:
+        if topology.source == "torchrun":
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        raise
+
+
+@contextlib.contextmanager
+def _divided_threads(topology: Topology) -> Iterator[None]:
+    """Give this rank its share of the cores, and put the number back afterwards."""
+    before = torch.get_num_threads()
+    setting = threads.setting_of_user(os.environ, os.getppid())
+    share = threads.threads_per_rank(threads.usable_cores(), topology.local_world_size, setting)
+    torch.set_num_threads(share)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

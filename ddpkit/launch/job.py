@@ -1,0 +1,190 @@
+"""A job: the function, its arguments and the options of one launch, and how they travel."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ddpkit.errors import ConfigError
+from ddpkit.serialize import check_sendable, dump_value, load_value
+
+_registry: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one launch; they are those of `distributed`."""
+
+    nproc_per_node: int | None = None
+    backend: str | None = None
+    device: str | torch.device | None = None
+    timeout: float = 600.0
+    start_method: str = "auto"
+    shutdown_grace: float = 5.0
+    init_group: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, how often, and how."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    nproc: int = 1
+    options: Options = Options()
+
+    def check_arguments(self) -> None:
+        """Raise ConfigError when an argument cannot be sent, under every start method alike."""
+        check_sendable(_name_arguments(self.function, self.args, self.kwargs))
+
+    def __call__(self) -> Any:
+        """Run the function in this process."""
+        return self.function(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A function by the key under which its decoration registered it."""
+
+    module: str
+    qualname: str
+
+    def resolve(self) -> Callable[..., Any]:
+        importlib.import_module(self.module)
+        return _registry[(self.module, self.qualname)]
+
+
+@dataclass(frozen=True)
+class _SeedState:
+    """State of the global random generators, so that a fresh process draws what a fork would."""
+
+    torch_state: torch.Tensor
+    python_state: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls) -> _SeedState:
+        return cls(torch.get_rng_state(), random.getstate())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_state)
+        random.setstate(self.python_state)
+
+
+def register(function: Callable[..., Any]) -> None:
+    """Remember a decorated function: its name may stand for the decorator's object later."""
+    _registry[(function.__module__, function.__qualname__)] = function
+
+
+def encode(job: Job) -> bytes:
+    """Turn function, arguments and random state into bytes for a process that shares no memory.
+
+    Raises:
+        ConfigError: Something cannot be sent; its path and type are named.
+    """
+    reference = _find_reference(job.function)
+    try:
+        with _unimportable_by_value(job.function):
+            call = (reference or job.function, job.args, dict(job.kwargs))
+            return dump_value((call, _SeedState.capture()))
+    except Exception as error:
+        check_sendable({_function_name(job.function): _FunctionParts.of(job.function)})
+        raise ConfigError(
+            f"{_function_name(job.function)} cannot be sent to another process "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
+def decode(data: bytes) -> Callable[[], Any]:
+    """Rebuild the call that `encode` wrote, and set the random state of this process."""
+    (function, args, kwargs), seeds = load_value(data)
+    seeds.restore()
+    if isinstance(function, _Reference):
+        function = function.resolve()
+    return lambda: function(*args, **kwargs)
+
+
+def _find_reference(function: Callable[..., Any]) -> _Reference | None:
+    """Refer to a function by name where another process can import its module."""
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", "<locals>")
+    if module is None or "<locals>" in qualname or not _is_importable(module):
+        return None
+    if _registry.get((module, qualname)) is not function:
+        return None
+    return _Reference(module, qualname)
+
+
+def _is_importable(name: str) -> bool:
+    """Tell whether importing the name again would run the same file; never so for `__main__`."""
+    module = sys.modules.get(name)
+    if name == "__main__" or module is None:
+        return False
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and _same_file(spec.origin, module)
+
+
+def _same_file(origin: str | None, module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if origin is None or file is None:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(origin).samefile(file)
+    return False
+
+
+@contextlib.contextmanager
+def _unimportable_by_value(function: Callable[..., Any]) -> Iterator[None]:
+    """Send what stands beside the function by value too, where its module has no name to import."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+class _FunctionParts(dict[str, Any]):
+    """What a function reads from outside, by name, to find the part that cannot be sent."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> _FunctionParts:
+        try:
+            read = inspect.getclosurevars(function)
+        except (TypeError, ValueError):
+            return cls()
+        return cls({**read.globals, **read.nonlocals})
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    return f"function {getattr(function, '__qualname__', repr(function))}"
+
+
+def _name_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments by the name that a message should show."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        positional = {f"args[{index}]": value for index, value in enumerate(args)}
+        return {**positional, **kwargs}
+    return {f"argument {name!r}": value for name, value in bound.arguments.items()}

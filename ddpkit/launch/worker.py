@@ -1,0 +1,201 @@
+"""What runs inside a started rank: guard, set up, call, report."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, reduction
+from typing import Any, NoReturn
+
+import torch
+
+from ddpkit import threads
+from ddpkit.group import process_group, set_secret
+from ddpkit.launch import pipe
+from ddpkit.launch.job import Job, Options, decode
+from ddpkit.launch.report import Failure, failure_of_exception, failure_of_unsendable
+from ddpkit.serialize import dump_value, share_classes_with_parent
+from ddpkit.store import LOOPBACK
+from ddpkit.topology import RANK_MARK
+
+FAILED_STATUS = 1
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What one started rank needs to know."""
+
+    rank: int
+    world_size: int
+    port: int
+    """Port of the parent's store on the loopback interface."""
+    secret: bytes
+    """Key that messages of the side channel are signed with."""
+    threads: int
+    """CPU threads for this rank."""
+    options: Options
+    environ: dict[str, str] | None = None
+    """Environment of the parent, for a process that did not inherit it."""
+
+
+class InheritedStreams:
+    """Standard output and error of the parent, for a process that inherited others.
+
+    A forkserver keeps what was open when it started; pickling this object for a new process sends
+    duplicates of the present ones.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_streams, tuple(reduction.DupFd(stream) for stream in (1, 2))
+
+
+def _take_streams(*streams: Any) -> InheritedStreams:
+    for target, duplicate in zip((1, 2), streams, strict=True):
+        descriptor = duplicate.detach()
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    return InheritedStreams()
+
+
+def run_forked(
+    spec: RankSpec, parent: connection.Connection, job: Job, inherited: tuple[int, ...]
+) -> None:
+    """Run a rank in a fork of the calling process, which holds the job already."""
+    for descriptor in inherited:
+        os.close(descriptor)
+    # What the parent registered for its own end is not this process's to do.
+    atexit._clear()  # noqa: SLF001  # there is no public way
+    share_classes_with_parent()
+    _run(spec, parent, lambda: job)
+
+
+def run_fresh(
+    spec: RankSpec, parent: connection.Connection, call: bytes, streams: InheritedStreams | None
+) -> None:
+    """Run a rank in a process that shares no memory with the caller."""
+    del streams  # unpickling them has done their work
+    _run(spec, parent, lambda: decode(call))
+
+
+def _run(
+    spec: RankSpec, parent: connection.Connection, load: Callable[[], Callable[[], Any]]
+) -> None:
+    os.setpgid(0, 0)
+    _reset_signals()
+    _set_environment(spec)
+    _prove_usable(spec)
+    pipe.send(parent.fileno(), pipe.CHECKED_IN)
+    if os.read(parent.fileno(), 1) != pipe.GO:
+        os._exit(FAILED_STATUS)
+    _guard(parent.fileno())
+    pipe.send(parent.fileno(), pipe.RETURNED, _call_and_report(spec, parent.fileno(), load))
+
+
+def _reset_signals() -> None:
+    """Undo the parent's Python handlers, which a fork inherits; what is ignored stays ignored."""
+    for number, default in (
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, default)
+    signal.set_wakeup_fd(-1)
+
+
+def _set_environment(spec: RankSpec) -> None:
+    if spec.environ is not None:
+        os.environ.clear()
+        os.environ.update(spec.environ)
+    os.environ.update(rank_environment(spec, os.getpid()))
+    # For helpers that this rank starts; torch itself has read the variable long ago.
+    os.environ.setdefault(threads.VARIABLE, str(spec.threads))
+    torch.set_num_threads(spec.threads)
+    set_secret(spec.secret)
+
+
+def rank_environment(spec: RankSpec, pid: int) -> dict[str, str]:
+    """The variables of a started rank: torchrun's contract and ddpkit's own mark."""
+    return {
+        "RANK": str(spec.rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_RANK": str(spec.rank),
+        "LOCAL_WORLD_SIZE": str(spec.world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(spec.port),
+        # Makes a legacy init_process_group() of rank 0 a client of the parent's store.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        RANK_MARK: str(pid),
+    }
+
+
+def _prove_usable(spec: RankSpec) -> None:
+    """Run a parallel operation: where a fork went wrong it hangs here, before any user code."""
+    if spec.threads > 1:
+        torch.ones(1 << 17).add_(1)
+
+
+def _guard(descriptor: int) -> None:
+    """End this rank and its helpers when the parent has gone, also within a blocked collective."""
+
+    def wait_for_the_end() -> None:
+        # The parent writes nothing more, so this returns when its end is closed.
+        with contextlib.suppress(OSError):
+            os.read(descriptor, 1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_the_end, name="ddpkit-guard", daemon=True).start()
+
+
+def _call_and_report(
+    spec: RankSpec, descriptor: int, load: Callable[[], Callable[[], Any]]
+) -> bytes:
+    """Call the user's function; return its value as bytes, or end this process."""
+    try:
+        call = load()
+        if not spec.options.init_group:
+            return _encode_result(call())
+        with process_group(
+            spec.options.backend, timeout=spec.options.timeout, device=spec.options.device
+        ):
+            try:
+                return _encode_result(call())
+            except BaseException as error:  # noqa: BLE001  # reported before leaving the group
+                _fail(_describe_failure(spec.rank, error), descriptor)
+    except BaseException as error:  # noqa: BLE001  # whatever ended the rank is the caller's to see
+        _fail(_describe_failure(spec.rank, error), descriptor)
+
+
+class _UnsendableResultError(Exception):
+    def __init__(self, value: object, error: Exception) -> None:
+        super().__init__()
+        self.value = value
+        self.error = error
+
+
+def _encode_result(value: object) -> bytes:
+    try:
+        return dump_value(value)
+    except Exception as error:
+        raise _UnsendableResultError(value, error) from error
+
+
+def _describe_failure(rank: int, error: BaseException) -> Failure:
+    if isinstance(error, _UnsendableResultError):
+        return failure_of_unsendable(rank, error.value, error.error)
+    return failure_of_exception(rank, error)
+
+
+def _fail(failure: Failure, descriptor: int) -> NoReturn:
+    """Report, then die at once: a rank that lingers keeps its peers waiting."""
+    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the failure
+        sys.stdout.flush()
+        sys.stderr.flush()
+    pipe.send(descriptor, pipe.FAILED, dump_value(failure))
+    os._exit(failure.info.exit_code or FAILED_STATUS)

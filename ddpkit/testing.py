@@ -1,0 +1,58 @@
+"""Helpers for tests of distributed code on a machine without accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ddpkit.entry import distributed
+
+R = TypeVar("R")
+
+
+def run_ranks(
+    function: Callable[..., R],
+    world_size: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = 60.0,
+    start_method: str = "auto",
+    shutdown_grace: float = 1.0,
+    init_group: bool = True,
+) -> list[R]:
+    """Run a function on several CPU ranks and return one value for each.
+
+    With `world_size=1` it runs in the calling process.
+
+    Args:
+        function: A function, also one that is local to a test.
+        world_size: Number of ranks.
+        args: Positional arguments, the same on all ranks.
+        kwargs: Keyword arguments, the same on all ranks.
+        timeout: Bound of rendezvous and collectives in seconds.
+        start_method: As for `distributed`.
+        shutdown_grace: As for `distributed`.
+        init_group: As for `distributed`.
+
+    Returns:
+        One value for each rank, in the order of ranks.
+
+    Raises:
+        BaseException: What the rank raised that failed first, with a `WorkerError` as its cause.
+
+    Example:
+        >>> import torch.distributed
+        >>> run_ranks(torch.distributed.get_rank, 1)
+        [0]
+    """
+    launched = distributed(
+        function,
+        nproc_per_node=world_size,
+        device="cpu",
+        timeout=timeout,
+        start_method=start_method,
+        shutdown_grace=shutdown_grace,
+        init_group=init_group,
+    )
+    return launched.run_all(*args, **(kwargs or {}))
