@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from ddpkit.agree import barrier, on_rank0
+from ddpkit.checkpoint import barrier_load, rank0_save
+from ddpkit.console import rank0_print
 from ddpkit.entry import distributed
 from ddpkit.group import (
     World,
@@ -17,12 +19,18 @@ from ddpkit.group import (
     is_rank0,
     process_group,
 )
+from ddpkit.loader import ShardedLoader, sharded_loader
+from ddpkit.reduce import reduce_mean, reduce_sum
+from ddpkit.wrap import ddp, unwrap
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ShardedLoader",
     "World",
     "barrier",
+    "barrier_load",
+    "ddp",
     "distributed",
     "get_device",
     "get_local_rank",
@@ -31,4 +39,10 @@ __all__ = [
     "is_rank0",
     "on_rank0",
     "process_group",
+    "rank0_print",
+    "rank0_save",
+    "reduce_mean",
+    "reduce_sum",
+    "sharded_loader",
+    "unwrap",
 ]

@@ -8,6 +8,7 @@ a wait depends on no collective and on no collective's time-out.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NOTICE_AFTER = 5.0
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 _logger = logging.getLogger(__name__)
 
@@ -245,11 +246,11 @@ def _await_answer(channel: Channel, call: _Call, timeout: float | None) -> bytes
     answers: list[bytes] = []
 
     def answered() -> bool:
-        payload = channel.fetch(key)
-        if payload is not None:
-            answers.append(payload)
+        found = channel.fetch_first(key, "at/0")
+        if found is not None and found[0] == key:
+            answers.append(found[1])
             return True
-        leader = _announced(channel, 0)
+        leader = None if found is None else cast(_Call, load_value(found[1]))
         if leader is not None and leader.number == call.number:
             _check_same(call, leader, 0, channel)
         return False
@@ -261,9 +262,7 @@ def _await_answer(channel: Channel, call: _Call, timeout: float | None) -> bytes
             f"[rank {channel.rank}/{channel.world_size}] Rank 0 did not reach {call} within "
             f"{timeout:.1f} s. Last seen: rank 0: {_last_place(channel, 0)}."
         )
-    if channel.add(f"read/{call.number}") == channel.world_size - 1:
-        channel.delete(key)
-        channel.delete(f"read/{call.number}")
+    channel.delete_when_read(key, f"read/{call.number}", readers=channel.world_size - 1)
     return _unpack(load_value(answers[0]), call, channel)
 
 

@@ -39,7 +39,7 @@ _LIVENESS_AFTER = 0.1
 _LIVENESS_EVERY = 0.5
 _HEARTBEAT_EVERY = 5.0
 _HEARTBEAT_LIMIT = 60.0
-_FIRST_PAUSE = 0.0002
+_FIRST_PAUSE = 0.00005
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,16 @@ class _StoreThread:
         )
 
     def _work(self) -> None:
+        due = time.monotonic() + _HEARTBEAT_EVERY
         while True:
-            try:
-                item = self._calls.get(timeout=_HEARTBEAT_EVERY if self._beat else None)
-            except queue.Empty:
+            if self._beat is not None and time.monotonic() >= due:
+                # Also between calls: a rank that waits makes so many that it is never idle.
                 self._try_beat()
+                due = time.monotonic() + _HEARTBEAT_EVERY
+            idle = max(0.0, due - time.monotonic()) if self._beat is not None else None
+            try:
+                item = self._calls.get(timeout=idle)
+            except queue.Empty:
                 continue
             if item is None:
                 self._store = None
@@ -210,8 +215,9 @@ class Channel:
         """Write a signed message of any size."""
         chunks = [payload[at : at + _CHUNK] for at in range(0, len(payload), _CHUNK)]
         parts = 0 if len(chunks) <= 1 else len(chunks)
-        header = _HEADER.pack(self._sign(key, parts, payload), parts)
-        message = header if parts else header + payload
+        # In place of chunks their digest is signed, so that the header is checked before them.
+        body = hashlib.sha256(payload).digest() if parts else payload
+        message = _HEADER.pack(self._sign(key, parts, body), parts) + body
 
         def write(store: Store) -> None:
             # The header last: where it stands, the message is whole.
@@ -223,17 +229,34 @@ class Channel:
 
     def fetch(self, key: str) -> bytes | None:
         """Read a message and check its signature; None where there is none yet."""
-        message = self._call(lambda store: store.get(key) if store.check([key]) else None)
-        if message is None:
+        found = self.fetch_first(key)
+        return None if found is None else found[1]
+
+    def fetch_first(self, *keys: str) -> tuple[str, bytes] | None:
+        """Read the first of several messages that is there, and check its signature."""
+
+        def read(store: Store) -> tuple[str, bytes] | None:
+            for key in keys:
+                if store.check([key]):
+                    return key, store.get(key)
             return None
+
+        found = self._call(read)
+        return None if found is None else (found[0], self._verified(*found))
+
+    def _verified(self, key: str, message: bytes) -> bytes:
+        if len(message) < _HEADER.size:
+            message = bytes(_HEADER.size)  # a forgery without room for a signature
         signature, parts = _HEADER.unpack_from(message)
-        if parts:
+        body = message[_HEADER.size :]
+        genuine = hmac.compare_digest(signature, self._sign(key, parts, body))
+        payload = body
+        if genuine and parts:
             names = [f"{key}/{index}" for index in range(parts)]
             payload = self._call(lambda store: b"".join([store.get(name) for name in names]))
+            genuine = hmac.compare_digest(hashlib.sha256(payload).digest(), body)
             self._parts[key] = parts
-        else:
-            payload = message[_HEADER.size :]
-        if not hmac.compare_digest(signature, self._sign(key, parts, payload)):
+        if not genuine:
             raise GroupError(
                 f"The message {key!r} in the store is not signed by a rank of this launch, so it "
                 "was not read. Another program writes to the same store, or the ranks have "
@@ -246,15 +269,22 @@ class Channel:
         keys = [key, *(f"{key}/{index}" for index in range(self._parts.pop(key, 0)))]
         self._call(lambda store: [store.delete_key(name) for name in keys])
 
-    def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter and return its new value."""
-        return self._call(lambda store: store.add(key, amount))
+    def delete_when_read(self, key: str, counter: str, readers: int) -> None:
+        """Note that this rank has read a message; the last of its readers removes it."""
+        keys = [key, *(f"{key}/{index}" for index in range(self._parts.pop(key, 0))), counter]
 
-    def _sign(self, key: str, parts: int, payload: bytes) -> bytes:
+        def note(store: Store) -> None:
+            if store.add(counter, 1) == readers:
+                for name in keys:
+                    store.delete_key(name)
+
+        self._call(note)
+
+    def _sign(self, key: str, parts: int, body: bytes) -> bytes:
         signer = hmac.new(self._secret, digestmod=hashlib.sha256)
         for part in (self._label, key.encode(), str(parts).encode()):
             signer.update(len(part).to_bytes(4, "big") + part)
-        signer.update(payload)
+        signer.update(body)
         return signer.digest()
 
     def _call(self, function: Callable[[Store], T]) -> T:

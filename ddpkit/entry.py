@@ -22,6 +22,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.group import (
     DEFAULT_TIMEOUT,
     accelerator_type,
+    choose_device,
     current_topology,
     get_world_size,
     has_index,
@@ -73,10 +74,8 @@ class DistributedFunction(Generic[P, R]):
         """
         job = self._job(args, kwargs)
         where = _decide(job.options, current_topology(), _group_is_open())
-        if where == "start" and job.nproc > 1:
-            return cast(R, launch(job)[0])
         if where == "start":
-            return cast(R, _run_alone(job))
+            return cast(R, _start(job)[0])
         return cast(R, _run_here(job) if where == "inside" else _run_under_launcher(job))
 
     def run_all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -93,7 +92,7 @@ class DistributedFunction(Generic[P, R]):
         job = self._job(args, kwargs)
         where = _decide(job.options, current_topology(), _group_is_open())
         if where == "start":
-            return cast("list[R]", launch(job) if job.nproc > 1 else [_run_alone(job)])
+            return cast("list[R]", _start(job))
         if where == "inside":
             return cast("list[R]", exchange(_run_here(job), name="run_all"))
         return cast("list[R]", _run_under_launcher(job, gather=True))
@@ -288,6 +287,21 @@ def _count_devices(options: Options) -> int:
         if device.type == "cpu" or has_index(device):
             return 1
     return max(1, torch.accelerator.device_count()) if accelerator_type() is not None else 1
+
+
+def _start(job: Job) -> list[Any]:
+    if job.nproc == 1:
+        return [_run_alone(job)]
+    _check_devices(job.nproc, job.options)
+    return launch(job)
+
+
+def _check_devices(nproc: int, options: Options) -> None:
+    """Refuse more ranks than devices here, before any process starts."""
+    accelerator = accelerator_type()
+    last = Topology(nproc - 1, nproc, nproc - 1, nproc, source="ddpkit")
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    choose_device(options.device, accelerator, count, last)
 
 
 def _run_here(job: Job) -> Any:

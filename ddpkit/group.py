@@ -328,7 +328,7 @@ def _restored_process_settings(topology: Topology) -> Iterator[None]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is None and topology.num_nodes == 1:
         # A host name that resolves wrongly, or not at all, must not matter on one machine.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = stores.LOOPBACK_INTERFACE
     try:
         yield
     finally:
@@ -355,6 +355,11 @@ def _open(world: World, timeout: float) -> _Opened:
         if channel is not None:
             channel.close()
         raise
+    _logger.info(
+        "[rank %d/%d] local rank %d of %d on node %d of %d (read from: %s), device %s, backend %s",
+        *(world.rank, world.world_size, world.local_rank, world.local_world_size),
+        *(world.node_rank, world.num_nodes, world.source, world.device, world.backend),
+    )
     _state.opened = _Opened(world, channel)
     return _state.opened
 

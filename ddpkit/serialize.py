@@ -8,8 +8,10 @@ attributes, also where their constructor cannot be called again.
 from __future__ import annotations
 
 import builtins
+import copyreg
 import dataclasses
 import io
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,7 @@ from ddpkit.errors import ConfigError
 
 _MAX_DEPTH = 12
 _NO_FILE = "<dynamic-code>"
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -235,6 +237,7 @@ def _find_class(address: int, module: str, qualname: str, copy: bytes | None) ->
 def _all_classes() -> Iterator[type]:
     seen: set[type] = set()
     stack: list[type] = [object]
+    kind: type
     while stack:
         for kind in type.__subclasses__(stack.pop()):
             if kind not in seen:
@@ -251,9 +254,15 @@ def _reduce_exception(error: BaseException) -> Any:
         return error.__reduce_ex__(4)
     # The built-in type knows what belongs to it beyond `args`: a file name, the name of a module.
     reduced: Any = _builtin_base(type(error)).__reduce__(error)
-    args, fields = reduced[1], {**vars(error), **((reduced[2:] or ({},))[0] or {})}
+    extra: dict[str, Any] = (reduced[2:] or ({},))[0] or {}
+    args, fields = reduced[1], {**vars(error), **_slots(error), **extra}
     links = (error.__cause__, error.__context__, error.__suppress_context__)
     return _new_exception, (type(error), args), (fields, links), None, None, _set_exception_state
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    names: list[str] = copyreg._slotnames(type(error))  # type: ignore[attr-defined]  # noqa: SLF001
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
 
 
 def _has_own_reduce(kind: type[BaseException]) -> bool:

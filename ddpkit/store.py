@@ -7,8 +7,12 @@ import errno
 import logging
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -16,6 +20,7 @@ from torch.distributed import TCPStore
 from ddpkit.errors import GroupError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _BACKLOG = 4096  # every rank may connect before the server accepts its first client
 _PROBE_PAUSE = 0.05
 _NOTICE_AFTER = 3.0
@@ -101,17 +106,36 @@ def connect(
         A client.
 
     Raises:
-        GroupError: Nothing accepts connections there within the time.
+        GroupError: Nothing accepts connections there within the time, or it is not a store.
     """
+    deadline = time.monotonic() + timeout
     # TCPStore's own retries print stack frames and cannot be interrupted, so probe first.
     _await_server(host, port, timeout, notice)
-    return TCPStore(
-        host,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    opened: Future[TCPStore] = Future()
+
+    def open_client() -> None:
+        try:
+            store = TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+            opened.set_result(store)
+        except BaseException as error:  # noqa: BLE001  # it is raised again in the caller
+            opened.set_exception(error)
+
+    # TCPStore waits without a bound for what accepts a connection and then says nothing.
+    threading.Thread(target=open_client, name="ddpkit-connect", daemon=True).start()
+    try:
+        return opened.result(timeout=max(1.0, deadline - time.monotonic()))
+    except (RuntimeError, FutureTimeoutError) as error:
+        reason = str(error).partition("\n")[0] or f"silent for {timeout:.0f} s"
+        raise GroupError(
+            f"What listens at {host}:{port} does not answer as a store does ({reason}). Does "
+            "another program hold that port? Check MASTER_ADDR and MASTER_PORT."
+        ) from error
 
 
 def _await_server(host: str, port: int, timeout: float, notice: Callable[[], str] | None) -> None:

@@ -8,7 +8,8 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +49,16 @@ class Job:
 
     def check_arguments(self) -> None:
         """Raise ConfigError when an argument cannot be sent, under every start method alike."""
-        check_sendable(_name_arguments(self.function, self.args, self.kwargs))
+        arguments = _name_arguments(self.function, self.args, self.kwargs)
+        check_sendable(arguments)
+        trained = [name for name, value in arguments.items() if _holds_training_state(value)]
+        if trained:
+            warnings.warn(
+                f"{', '.join(trained)} holds a model or an optimizer. The ranks work on copies of "
+                "it: what they train does not come back, unless the function returns or saves it.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def __call__(self) -> Any:
         """Run the function in this process."""
@@ -172,6 +182,16 @@ class _FunctionParts(dict[str, Any]):
         except (TypeError, ValueError):
             return cls()
         return cls({**read.globals, **read.nonlocals})
+
+
+def _holds_training_state(value: object) -> bool:
+    """Tell whether a value is, or directly contains, a model or an optimizer."""
+    values: Iterable[object] = (value,)
+    if isinstance(value, Mapping):
+        values = value.values()
+    elif isinstance(value, (list, tuple)):
+        values = value
+    return any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in values)
 
 
 def _function_name(function: Callable[..., Any]) -> str:

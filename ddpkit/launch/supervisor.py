@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, spawn
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ddpkit import store as stores
@@ -130,7 +131,7 @@ class Supervisor:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         try:
             process = self._make_process(rank, ours, theirs)
-            _start_process(process)
+            self._start_process(process)
         finally:
             theirs.close()
         started = _Rank(rank, process, ours, pipe.Reader(ours.fileno()), _open_pid(process))
@@ -160,6 +161,16 @@ class Supervisor:
             context.set_forkserver_preload(_PRELOAD)
         name = f"ddpkit-rank-{rank}"
         return cast(BaseProcess, context.Process(target=target, args=args, name=name))  # type: ignore[attr-defined]
+
+    def _start_process(self, process: BaseProcess) -> None:
+        # A fork goes on with whatever is in force here, so nothing is patched for it.
+        hidden = contextlib.nullcontext() if self._method == "fork" else _main_module_hidden()
+        with warnings.catch_warnings(), hidden:
+            # Python 3.12 warns of any fork with threads; which there are has been checked.
+            warnings.filterwarnings(
+                "ignore", "This process .* is multi-threaded", DeprecationWarning
+            )
+            process.start()
 
     def _spec(self, rank: int) -> RankSpec:
         assert self._listener is not None
@@ -275,7 +286,7 @@ class Supervisor:
     def _is_gone(self, rank: _Rank) -> bool:
         self._take_messages(rank)  # one that is writing a result must be able to finish
         self._note_end(rank)
-        return rank.ended and not _group_exists(rank.pid)
+        return rank.ended and not _group_is_alive(rank.pid)
 
     def _release(self) -> None:
         for rank in self._ranks:
@@ -317,25 +328,31 @@ def _exit_code(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def _group_exists(pgid: int) -> bool:
+def _group_is_alive(pgid: int) -> bool:
+    """Tell whether a process group has a member that has not ended."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    # Zombies count for the kernel, and where process 1 reaps none they stay for ever.
+    return sys.platform != "linux" or any(_is_member(stat, pgid) for stat in _process_stats())
+
+
+def _process_stats() -> Iterator[str]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            yield (folder / "stat").read_text(encoding="ascii", errors="replace")
+
+
+def _is_member(stat: str, pgid: int) -> bool:
+    state, _, group = stat.rpartition(")")[2].split()[:3]
+    return group == str(pgid) and state not in ("Z", "X")
 
 
 def _streams(method: StartMethod) -> InheritedStreams | None:
     return InheritedStreams() if method == "forkserver" else None
-
-
-def _start_process(process: BaseProcess) -> None:
-    with warnings.catch_warnings(), _main_module_hidden():
-        # Python 3.12 warns of any fork with threads; which threads there are has been checked.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        process.start()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from ddpkit.launch import pipe
 from ddpkit.launch.job import Job, Options, decode
 from ddpkit.launch.report import Failure, failure_of_exception, failure_of_unsendable
 from ddpkit.serialize import dump_value, share_classes_with_parent
-from ddpkit.store import LOOPBACK
+from ddpkit.store import LOOPBACK, LOOPBACK_INTERFACE
 from ddpkit.topology import RANK_MARK
 
 FAILED_STATUS = 1
@@ -115,8 +116,18 @@ def _set_environment(spec: RankSpec) -> None:
     os.environ.update(rank_environment(spec, os.getpid()))
     # For helpers that this rank starts; torch itself has read the variable long ago.
     os.environ.setdefault(threads.VARIABLE, str(spec.threads))
+    # A host name that resolves wrongly must not matter to a legacy init_process_group() either.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    _buffer_lines()
     torch.set_num_threads(spec.threads)
     set_secret(spec.secret)
+
+
+def _buffer_lines() -> None:
+    """Write whole lines at once: a rank that is stopped loses what is in a block buffer."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def rank_environment(spec: RankSpec, pid: int) -> dict[str, str]:

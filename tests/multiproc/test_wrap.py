@@ -1,0 +1,441 @@
+"""Wrapped models on two ranks, compared with one process that sees the whole batch."""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+# DDP's constructor imports it, which takes longer than these tests: once here, not in every rank.
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit.agree import barrier
+from ddpkit.errors import GroupError
+from ddpkit.group import get_rank, get_world_size, is_rank0
+from ddpkit.testing import run_ranks
+from ddpkit.wrap import ddp, unwrap
+
+GLOBAL_BATCH = 64
+
+
+def plain_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def norm_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Tricky(nn.Module):
+    """Has a child called `module`, a name that DDP uses too, and attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.norm(self.module(x))  # type: ignore[no-any-return]
+
+    def doubled(self, x: float) -> float:
+        return 2 * x
+
+
+def wrapped_quietly(model: nn.Module, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ddp(model, **options)
+
+
+def train(rank: int, world: int, steps: int, wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """Train on this rank's slice of batches that are the same for every world size."""
+    torch.manual_seed(rank)  # Models start off different; rank 0's must win.
+    model = wrap(plain_net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    share = GLOBAL_BATCH // world
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(GLOBAL_BATCH, 8, generator=generator)
+        y = torch.randint(0, 4, (GLOBAL_BATCH,), generator=generator)
+        own = slice(rank * share, (rank + 1) * share)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[own]), y[own]).backward()
+        optimizer.step()
+    return [
+        item.detach().clone()
+        for parameter in model.parameters()
+        for item in (parameter, parameter.grad)
+    ]
+
+
+def test_twenty_steps_end_with_the_gradients_and_parameters_of_one_process() -> None:
+    def use() -> list[torch.Tensor]:
+        result = train(get_rank(), get_world_size(), 20, ddp)
+        alone = train(0, 1, 20, lambda model: model)
+        torch.testing.assert_close(result, alone, atol=1e-5, rtol=1e-4)
+        return result
+
+    first, second = run_ranks(use)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+def test_it_is_a_real_ddp_that_reads_like_the_model() -> None:
+    def use() -> None:
+        net: Any = Tricky()
+        model = wrapped_quietly(net)
+        assert DistributedDataParallel in type(model).__mro__
+        assert unwrap(model) is net
+        assert model.doubled(2) == 4
+        assert model.norm is net.norm
+        model.steps = 5
+        model(torch.ones(2, 3)).sum().backward()
+        assert (net.steps, model.steps) == (6, 6)
+        model.norm = nn.BatchNorm1d(4, momentum=0.5)
+        assert unwrap(model).norm.momentum == 0.5
+        del model.steps
+        assert not hasattr(net, "steps")
+        model.extra = 1
+        assert not hasattr(net, "extra")
+        with pytest.raises(AttributeError, match="'Tricky' object has no attribute 'missing'"):
+            model.missing  # noqa: B018
+        assert next(model.named_parameters())[0] == "module.module.weight"
+
+    run_ranks(use)
+
+
+def test_containers_can_be_indexed_and_iterated_like_the_model() -> None:
+    def use() -> None:
+        net = norm_net()
+        model = ddp(net)
+        assert model[1] is net[1]
+        assert len(model) == len(net)
+        assert [*model] == [*net]
+        with pytest.raises(TypeError):
+            len(ddp(nn.Linear(2, 2)))  # type: ignore[arg-type]
+
+    run_ranks(use)
+
+
+def test_hidden_names_are_told_once() -> None:
+    class Net(Tricky):
+        dim = 3
+
+        def join(self) -> None: ...
+
+    def wrap() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp(Net())
+        return [str(item.message) for item in caught]
+
+    first, second = run_ranks(wrap)
+    assert len(first) == 1
+    assert "named dim, join, module, which hide those of Net" in first[0]
+    assert second == []
+
+
+def test_states_have_the_names_of_the_model_and_both_styles_load() -> None:
+    def use() -> None:
+        net = Tricky()
+        expected: Any = net.state_dict()
+        model = wrapped_quietly(net)
+        state = model.state_dict()
+        assert list(state) == list(expected)
+        assert state._metadata == expected._metadata
+        long = {f"module.{name}": value + 1 for name, value in state.items()}
+        model.load_state_dict(long)
+        assert torch.equal(net.norm.weight, torch.full((4,), 2.0))
+        shorter = {name: torch.zeros_like(value) for name, value in state.items()}
+        model.load_state_dict(shorter)
+        assert torch.equal(net.module.weight, torch.zeros(4, 3))
+        model.load_state_dict({f"_orig_mod.module.{name}": value for name, value in long.items()})
+        model.load_state_dict(model.state_dict())
+
+    run_ranks(use)
+
+
+def test_missing_and_unexpected_names_are_those_of_the_model() -> None:
+    def use() -> None:
+        model = wrapped_quietly(Tricky())
+        state = model.state_dict()
+        state["other.weight"] = state.pop("module.weight")
+        found = model.load_state_dict(state, strict=False)
+        assert found.missing_keys == ["module.weight"]
+        assert found.unexpected_keys == ["other.weight"]
+
+    run_ranks(use)
+
+
+def test_versions_reach_the_modules_that_migrate_old_states() -> None:
+    class Versioned(nn.Linear):
+        _version = 3
+        seen: int | None = None
+
+        def _load_from_state_dict(
+            self, state_dict: Any, prefix: str, metadata: Any, *rest: Any
+        ) -> None:
+            self.seen = metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def use() -> None:
+        net: Any = nn.Sequential(Versioned(2, 2))
+        model = ddp(net)
+        state: Any
+        for state in (model.state_dict(), nn.DataParallel(net).state_dict()):
+            before = dict(state._metadata)
+            net[0].seen = None
+            model.load_state_dict(state)
+            assert net[0].seen == 3
+            assert dict(state._metadata) == before
+
+    run_ranks(use)
+
+
+def test_it_composes_with_averaging_compiling_copying_and_pickling() -> None:
+    def use() -> None:
+        net = norm_net()
+        names = list(net.state_dict())
+        model = ddp(net)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        assert list(averaged.state_dict()) == ["n_averaged", *(f"module.{name}" for name in names)]
+        assert type(copy.deepcopy(model)) is nn.Sequential
+        compiled: Any = torch.compile(model, backend="eager")
+        assert unwrap(compiled) is net
+        assert list(compiled.state_dict()) == [f"_orig_mod.{name}" for name in names]
+        compiled(torch.randn(4, 3)).sum().backward()
+        inside: Any = torch.compile(norm_net(), backend="eager")
+        compiled_inside = ddp(inside)
+        assert type(unwrap(compiled_inside)) is nn.Sequential
+        assert not hasattr(unwrap(compiled_inside), "_orig_mod")
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        assert type(torch.load(file, weights_only=False)) is nn.Sequential
+
+    run_ranks(use)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda net: net.append(nn.Linear(2, 2)),
+            r"parameter 3\.weight: not there on rank 0; \(2, 2\)",
+        ),
+        (lambda net: net[0].requires_grad_(False), "trainable on rank 0; .* frozen on rank 1"),
+        (lambda net: net.double(), "float32 .*on rank 0; .*float64"),
+        (lambda net: net[1].register_buffer("extra", torch.ones(1)), "buffer 1.extra: not there"),
+    ],
+    ids=["count", "frozen", "type", "buffer"],
+)
+def test_differing_models_raise_on_every_rank(change: Callable[[Any], object], told: str) -> None:
+    def use() -> str:
+        net = norm_net()
+        if get_rank() == 1:
+            change(net)
+        with pytest.raises(GroupError, match=told) as caught:
+            ddp(net)
+        barrier()
+        return str(caught.value)
+
+    first, second = run_ranks(use)
+    assert first == second
+
+
+def test_differing_options_are_named() -> None:
+    def use() -> None:
+        with pytest.raises(
+            GroupError, match="option find_unused_parameters: False on rank 0; True"
+        ):
+            ddp(norm_net(), find_unused_parameters=get_rank() == 1)
+
+    run_ranks(use)
+
+
+def test_a_model_without_trainable_parameters_gets_rank_0s_values() -> None:
+    def use() -> list[torch.Tensor]:
+        torch.manual_seed(get_rank())
+        teacher = norm_net().requires_grad_(False)
+        teacher.register_buffer("phase", torch.complex(torch.randn(2), torch.randn(2)))
+        assert ddp(teacher) is teacher
+        return list(teacher.state_dict().values())
+
+    first, second = run_ranks(use)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_validation_on_rank_0_alone_cannot_hang(training: bool) -> None:
+    def use() -> list[Any]:
+        model = ddp(norm_net())
+        model(torch.randn(4, 3)).sum().backward()
+        if is_rank0():
+            model.train(training)
+            with torch.no_grad():
+                model(torch.randn(4, 3))
+            with torch.inference_mode():
+                model(torch.randn(4, 3))
+            model.train()
+        model(torch.randn(4, 3)).sum().backward()
+        return [*model.buffers(), *(parameter.grad for parameter in model.parameters())]
+
+    first, second = run_ranks(use, timeout=20.0)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Returning(nn.Module):
+    """Returns its result inside something else."""
+
+    def __init__(self, shape: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net = norm_net()
+        self.shape = shape
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.shape(self.net(x).sum())
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unpack"),
+    [
+        (lambda loss: loss, lambda output: output),
+        (lambda loss: {"parts": [None, (loss,)]}, lambda output: output["parts"][1][0]),
+        (Output, lambda output: output.loss),
+    ],
+    ids=["tensor", "containers", "dataclass"],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_buffers_are_rank_0s_after_backward_and_its_own_before(
+    wrap: Any, unpack: Any, options: dict[str, Any]
+) -> None:
+    def use() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        torch.manual_seed(get_rank())
+        net: Any = Returning(wrap)
+        model = ddp(net, **options)
+        pairs = []
+        for _ in range(3):
+            loss = unpack(model(torch.randn(4, 3)))
+            between = net.net[1].running_mean.clone()
+            loss.backward()
+            pairs.append((between, net.net[1].running_mean.clone()))
+        return pairs
+
+    for (before_0, after_0), (before_1, after_1) in zip(*run_ranks(use), strict=True):
+        assert torch.equal(after_0, before_0)
+        assert torch.equal(after_1, after_0)
+        assert not torch.equal(before_1, before_0)
+
+
+def test_only_a_backward_that_averages_synchronises_buffers() -> None:
+    def use() -> list[int]:
+        model: Any = ddp(norm_net())
+        calls = [0]
+        original = model.synchronise_buffers
+
+        def counted() -> None:
+            calls[0] += 1
+            original()
+
+        model.synchronise_buffers = counted
+        x = torch.randn(4, 3, requires_grad=True)
+        counts = []
+        torch.autograd.grad(model(x).sum(), x)
+        torch.autograd.grad(model(x).sum(), unwrap(model)[0].weight)
+        counts.append(calls[0])
+        with model.no_sync():
+            model(x).sum().backward()
+        counts.append(calls[0])
+        (model(x).sum() + model(x).sum()).backward()  # Two forwards, one backward.
+        counts.append(calls[0])
+        loss = model(x).sum()
+        handle = unwrap(model)[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        counts.append(calls[0])
+        return counts
+
+    assert run_ranks(use) == [[0, 0, 1, 1]] * 2
+
+
+def test_synchronised_buffers_may_be_in_a_graph_that_is_kept() -> None:
+    def use() -> None:
+        model = ddp(norm_net())
+        model.eval()  # The backward of batch norm then reads the buffers.
+        x = torch.randn(4, 3, requires_grad=True)
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (output.sum() + slope.square().sum()).backward()
+        assert x.grad is not None
+
+    run_ranks(use)
+
+
+def test_buffers_may_be_left_to_each_rank() -> None:
+    def use() -> Any:
+        torch.manual_seed(get_rank())
+        net = norm_net()
+        ddp(net, forward_sync_buffers=False)(torch.randn(4, 3)).sum().backward()
+        return net[1].running_mean
+
+    first, second = run_ranks(use)
+    assert not torch.equal(first, second)
+
+
+def test_parameters_that_a_step_leaves_out_are_named() -> None:
+    def use() -> None:
+        net = nn.ModuleDict({"used": nn.Linear(2, 2), "forgotten": nn.Linear(2, 2)})
+        net.forward = net["used"].forward
+        level = dist.get_debug_level()
+        model = ddp(net)
+        assert dist.get_debug_level() == level
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"forgotten\.weight"):
+            model(torch.ones(1, 2))
+
+    run_ranks(use)
+
+
+def test_synchronised_batch_norm_on_the_cpu_is_skipped_with_one_warning() -> None:
+    def use() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = ddp(norm_net(), sync_batchnorm=True)
+        assert isinstance(unwrap(model)[1], nn.BatchNorm1d)
+        return [str(item.message) for item in caught]
+
+    first, second = run_ranks(use)
+    assert len(first) == 1
+    assert "sync_batchnorm=True has no effect" in first[0]
+    assert second == []
+
+
+def test_the_debug_level_detail_does_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+    def use() -> list[Any]:
+        torch.manual_seed(get_rank())
+        dist.set_debug_level_from_env()
+        model = wrapped_quietly(norm_net())
+        model(torch.randn(4, 3)).sum().backward()
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+        return [parameter.grad for parameter in model.parameters()]
+
+    first, second = run_ranks(use)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
