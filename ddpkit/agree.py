@@ -47,8 +47,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What rank 0 answers: a value or an exception."""
+    """What rank 0 answers in one of its calls: a value or an exception."""
 
+    call: _Call
     value: bytes | None = None
     failure: ExceptionRecord | None = None
 
@@ -188,9 +189,15 @@ def _meet(
         timeout: Bound in seconds of the wait for others, or None.
     """
     channel = get_channel()
+    place = _calling_place()
+    if channel.leading:
+        raise GroupError(
+            f"[rank 0/{channel.world_size}] {name} ({place}) was called within {channel.leading}, "
+            "which rank 0 runs alone while the other ranks wait. Call it outside of that."
+        )
     channel.calls += 1
-    call = _Call(channel.calls, name, _calling_place())
-    if gather:
+    call = _Call(channel.calls, name, place)
+    if gather and channel.rank != 0:
         channel.publish(f"in/{call.number}/{channel.rank}", gather)
     channel.publish(f"at/{channel.rank}", dump_value(call))
     if channel.rank == 0:
@@ -209,11 +216,14 @@ def _answer(
     key = f"out/{call.number}"
     try:
         contributions = [] if gather is None else _collect(channel, call, gather, timeout)
+        channel.leading = str(call)
         payload = lead(contributions)
     except BaseException as error:
-        channel.publish(key, dump_value(_Outcome(failure=record_exception(error))))
+        channel.publish(key, dump_value(_Outcome(call, failure=record_exception(error))))
         raise
-    channel.publish(key, dump_value(_Outcome(value=payload)))
+    finally:
+        channel.leading = ""
+    channel.publish(key, dump_value(_Outcome(call, value=payload)))
     return payload
 
 
@@ -268,6 +278,8 @@ def _await_answer(channel: Channel, call: _Call, timeout: float | None) -> bytes
 
 def _unpack(outcome: _Outcome, call: _Call, channel: Channel) -> bytes:
     if outcome.failure is None:
+        # Rank 0 may have gone through a call of another name without waiting for anybody.
+        _check_same(call, outcome.call, 0, channel)
         assert outcome.value is not None
         return outcome.value
     peer = PeerError(

@@ -29,7 +29,7 @@ from torch import nn
 
 from ddpkit.agree import exchange, run_on_rank0
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
-from ddpkit.group import get_device
+from ddpkit.group import communication_device
 from ddpkit.wrap import unwrap, without_prefix, wrapper_prefix
 
 if TYPE_CHECKING:
@@ -705,13 +705,11 @@ def _receive(target: str, value: Any, map_location: Any, weights_only: bool) -> 
 
 def _broadcast_storage(storage: torch.UntypedStorage) -> None:
     data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-    through_cpu = "cpu:" in dist.get_backend_config()
+    device = communication_device()
     for chunk in data.split(_CHUNK_BYTES):
-        if through_cpu:
-            dist.broadcast(chunk, 0)
-        else:
-            staged = chunk.to(get_device())
-            dist.broadcast(staged, 0)
+        staged = chunk.to(device)
+        dist.broadcast(staged, 0)
+        if staged is not chunk:
             chunk.copy_(staged)
 
 

@@ -198,6 +198,7 @@ class Channel:
         self.rank = rank
         self.world_size = world_size
         self.calls = 0
+        self.leading = ""  # the call whose work this rank does alone at the moment
         self._label = label.encode()
         self._secret = secret
         self._pid = os.getpid()
@@ -308,6 +309,10 @@ class Channel:
 
     def _publish_member(self) -> None:
         self.publish(f"member/{self.rank}", dump_value(this_member()))
+
+    def withdraw(self) -> None:
+        """Take back that this rank has joined."""
+        self.delete(f"member/{self.rank}")
 
     def absent(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks have not joined yet."""

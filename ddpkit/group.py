@@ -382,6 +382,9 @@ def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
     try:
         _await_members(channel, world, deadline, timeout)
     except BaseException:
+        # A rank that comes later must not take this one, which has given up, for present.
+        with contextlib.suppress(GroupError):
+            channel.withdraw()
         channel.close()
         raise
     return PrefixStore(label, client), channel
@@ -589,6 +592,16 @@ def require_group(caller: str) -> bool:
         f"{topology.source}), but no process group is open. Call it inside `with process_group():` "
         "or inside a function decorated with @distributed."
     )
+
+
+def backend_device_types() -> list[str]:
+    """Return the types of device that the open group has a backend for."""
+    return [item.split(":")[0] for item in _open_backend().split(",")]
+
+
+def communication_device() -> torch.device:
+    """Return a device whose tensors the open group can send: the CPU where that is possible."""
+    return torch.device("cpu") if "cpu" in backend_device_types() else get_device()
 
 
 def get_channel() -> Channel:

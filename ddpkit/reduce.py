@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import ConfigError, GroupError
-from ddpkit.group import get_device, require_group
+from ddpkit.group import backend_device_types, communication_device, require_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -352,7 +352,7 @@ def _add_in_order(rows: torch.Tensor) -> torch.Tensor:
 
 def _all_gather_bytes(block: torch.Tensor) -> torch.Tensor:
     """Return every rank's block, one a row, on the CPU."""
-    device = _communication_device()
+    device = communication_device()
     world = dist.get_world_size()
     rows = torch.empty((world, block.numel()), dtype=torch.uint8, device=device)
     dist.all_gather(list(rows.unbind(0)), block.to(device))
@@ -360,21 +360,12 @@ def _all_gather_bytes(block: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type not in _group_device_types():
-        values = values.to(_communication_device())
+    if values.device.type not in backend_device_types():
+        values = values.to(communication_device())
     # Always on storage of our own: the input must not change.
     values = values.clone()
     dist.all_reduce(values)
     return values
-
-
-def _group_device_types() -> list[str]:
-    """Return the types of device that the group has a backend for."""
-    return [item.split(":")[0] for item in dist.get_backend_config().split(",")]
-
-
-def _communication_device() -> torch.device:
-    return torch.device("cpu") if "cpu" in _group_device_types() else get_device()
 
 
 def _check_digests(blocks: torch.Tensor, digest: bytes, description: str) -> None:

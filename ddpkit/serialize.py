@@ -280,7 +280,7 @@ def _new_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExce
     """Make an exception without its own constructor, which may need other arguments than `args`."""
     error = kind.__new__(kind, *args)
     # The constructors of the built-in types set fields that are not in __dict__ (SystemExit.code).
-    _builtin_base(kind).__init__(error, *args)  # type: ignore[misc]
+    _builtin_base(kind).__init__(error, *args)
     return error
 
 

@@ -15,12 +15,16 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore
+from torch.torch_version import TorchVersion
 
 from ddpkit.errors import GroupError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+# The libuv server of torch 2.6 refuses a listening socket; that of 2.14 takes it (both run).
+_LIBUV_ADOPTS_SOCKETS = TorchVersion(torch.__version__) >= "2.7"
 _BACKLOG = 4096  # every rank may connect before the server accepts its first client
 _PROBE_PAUSE = 0.05
 _NOTICE_AFTER = 3.0
@@ -82,11 +86,7 @@ def serve(listener: socket.socket, timeout: float) -> TCPStore:
         )
 
     try:
-        try:
-            return start(use_libuv=True)
-        except RuntimeError:
-            # torch 2.6 adopts a listening socket only without libuv.
-            return start(use_libuv=False)
+        return start(use_libuv=_LIBUV_ADOPTS_SOCKETS)
     finally:
         listener.close()
 

@@ -83,14 +83,19 @@ class _SeedState:
 
     torch_state: torch.Tensor
     python_state: tuple[Any, ...]
+    numpy_state: Any
 
     @classmethod
     def capture(cls) -> _SeedState:
-        return cls(torch.get_rng_state(), random.getstate())
+        numpy_random: Any = sys.modules.get("numpy.random")
+        numpy_state = None if numpy_random is None else numpy_random.get_state()
+        return cls(torch.get_rng_state(), random.getstate(), numpy_state)
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
+        if self.numpy_state is not None:
+            importlib.import_module("numpy.random").set_state(self.numpy_state)
 
 
 def register(function: Callable[..., Any]) -> None:
@@ -134,7 +139,16 @@ def _find_reference(function: Callable[..., Any]) -> _Reference | None:
         return None
     if _registry.get((module, qualname)) is not function:
         return None
+    if _named(module, qualname) is function:
+        return None  # not decorated where it is defined: pickle finds it, and no registry has it
     return _Reference(module, qualname)
+
+
+def _named(module: str, qualname: str) -> object:
+    found: object = sys.modules[module]
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _is_importable(name: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import random
 import secrets
 import selectors
 import signal
@@ -152,7 +153,7 @@ class Supervisor:
             assert self._listener is not None
             target = run_forked
             args: tuple[Any, ...] = (
-                spec, theirs, self._job, (*inherited, self._listener.fileno()),
+                spec, theirs, self._job, (*inherited, self._listener.fileno()), random.getstate(),
             )  # fmt: skip
         else:
             target = run_fresh
@@ -231,7 +232,7 @@ class Supervisor:
                 rank.checked_in = True
             elif kind == pipe.RETURNED:
                 rank.result = payload
-            else:
+            elif rank.result is None:  # after its value, leaving the group is all that can fail
                 rank.failure = load_value(payload)
         if rank.reader.has_ended():
             self._selector.unregister(rank.link.fileno())

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import io
 import os
+import random
 import signal
 import sys
 import threading
@@ -65,11 +66,16 @@ def _take_streams(*streams: Any) -> InheritedStreams:
 
 
 def run_forked(
-    spec: RankSpec, parent: connection.Connection, job: Job, inherited: tuple[int, ...]
+    spec: RankSpec,
+    parent: connection.Connection,
+    job: Job,
+    inherited: tuple[int, ...],
+    random_state: tuple[Any, ...],
 ) -> None:
     """Run a rank in a fork of the calling process, which holds the job already."""
     for descriptor in inherited:
         os.close(descriptor)
+    random.setstate(random_state)  # Python seeds its generator anew in every fork
     # What the parent registered for its own end is not this process's to do.
     atexit._clear()  # noqa: SLF001  # there is no public way
     share_classes_with_parent()
@@ -88,14 +94,13 @@ def _run(
     spec: RankSpec, parent: connection.Connection, load: Callable[[], Callable[[], Any]]
 ) -> None:
     os.setpgid(0, 0)
+    released = _guard(parent.fileno())
     _reset_signals()
     _set_environment(spec)
     _prove_usable(spec)
     pipe.send(parent.fileno(), pipe.CHECKED_IN)
-    if os.read(parent.fileno(), 1) != pipe.GO:
-        os._exit(FAILED_STATUS)
-    _guard(parent.fileno())
-    pipe.send(parent.fileno(), pipe.RETURNED, _call_and_report(spec, parent.fileno(), load))
+    released.wait()  # the guard ends this process if the parent never says go
+    _call_and_report(spec, parent.fileno(), load)
 
 
 def _reset_signals() -> None:
@@ -152,35 +157,49 @@ def _prove_usable(spec: RankSpec) -> None:
         torch.ones(1 << 17).add_(1)
 
 
-def _guard(descriptor: int) -> None:
-    """End this rank and its helpers when the parent has gone, also within a blocked collective."""
+def _guard(descriptor: int) -> threading.Event:
+    """End this rank and its helpers when the parent has gone, also within a blocked collective.
 
-    def wait_for_the_end() -> None:
-        # The parent writes nothing more, so this returns when its end is closed.
+    Returns:
+        An event that is set when the parent lets this rank go on to user code.
+    """
+    released = threading.Event()
+
+    def watch() -> None:
         with contextlib.suppress(OSError):
-            os.read(descriptor, 1)
+            if os.read(descriptor, 1) == pipe.GO:
+                released.set()
+                # The parent writes nothing more, so this returns when its end is closed.
+                os.read(descriptor, 1)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    threading.Thread(target=wait_for_the_end, name="ddpkit-guard", daemon=True).start()
+    threading.Thread(target=watch, name="ddpkit-guard", daemon=True).start()
+    return released
 
 
 def _call_and_report(
     spec: RankSpec, descriptor: int, load: Callable[[], Callable[[], Any]]
-) -> bytes:
-    """Call the user's function; return its value as bytes, or end this process."""
+) -> None:
+    """Call the user's function and send its value, or send what went wrong and end."""
+    options = spec.options
     try:
         call = load()
-        if not spec.options.init_group:
-            return _encode_result(call())
-        with process_group(
-            spec.options.backend, timeout=spec.options.timeout, device=spec.options.device
-        ):
-            try:
-                return _encode_result(call())
-            except BaseException as error:  # noqa: BLE001  # reported before leaving the group
-                _fail(_describe_failure(spec.rank, error), descriptor)
+        if not options.init_group:
+            _report(call, spec.rank, descriptor)
+            return
+        with process_group(options.backend, timeout=options.timeout, device=options.device):
+            # Within the group, because leaving it takes time and may wait for other ranks.
+            _report(call, spec.rank, descriptor)
     except BaseException as error:  # noqa: BLE001  # whatever ended the rank is the caller's to see
-        _fail(_describe_failure(spec.rank, error), descriptor)
+        _fail(failure_of_exception(spec.rank, error), descriptor)
+
+
+def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:
+    try:
+        result = _encode_result(call())
+    except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt, too
+        _fail(_describe_failure(rank, error), descriptor)
+    pipe.send(descriptor, pipe.RETURNED, result)
 
 
 class _UnsendableResultError(Exception):
