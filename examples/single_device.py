@@ -62,7 +62,8 @@ def main(epochs: int, resume: bool, checkpoint: str) -> float:
         first_epoch = saved["epoch"]
     for epoch in range(first_epoch, epochs):
         start = time.perf_counter()
-        for images, labels in tqdm(train, desc=f"epoch {epoch + 1}", leave=False):
+        bar = tqdm(train, desc=f"epoch {epoch + 1}", leave=False)
+        for images, labels in bar:
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()

@@ -19,9 +19,16 @@ from pathlib import Path
 
 import psutil
 
-# Variables that a test may change: pytest's own, and those that scikit-learn sets when it is
-# imported first.
-FREE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"})
+# Variables that a test may change: pytest's own, and those that scikit-learn and torch's compiler
+# (which comes with the first optimizer) set when they are imported first.
+FREE_VARIABLES = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "TORCHINDUCTOR_CACHE_DIR",
+    }
+)
 
 # Helpers that multiprocessing starts once and keeps until the interpreter ends.
 KEPT_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")

@@ -90,12 +90,14 @@ def test_two_ranks_learn_what_one_learns(one_epoch: Callable[[int], OneEpoch]) -
         torch.testing.assert_close(two[name], parameter, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.drill)])
 def test_torchrun(ranks: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, *TORCHRUN, ranks, DIGITS, "--epochs", "1"))
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.drill)]
+)
 def test_start_method(start_method: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, DIGITS, "--epochs", "1", "--start-method", start_method))
 

@@ -66,7 +66,7 @@ def test_is_the_same_on_every_platform() -> None:
     assert order(12, seed=7, epoch=3).tolist() == [1, 3, 4, 6, 10, 11, 7, 9, 5, 2, 0, 8]
     large = Permutation(1_000_000_007, seed=7, epoch=3)
     found = large(torch.tensor([0, 1, 2, 500_000_000, 1_000_000_006]))
-    assert found.tolist() == [951239373, 856885034, 888689055, 538481639, 423385633]
+    assert found.tolist() == [883975524, 669633671, 670697497, 870681303, 579765808]
 
 
 @pytest.mark.parametrize("varied", ["seed", "epoch"])

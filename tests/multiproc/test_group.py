@@ -1,0 +1,299 @@
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpkit import (
+    barrier,
+    get_device,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    on_rank0,
+    process_group,
+)
+from ddpkit.agree import broadcast_value
+from ddpkit.errors import GroupError, PeerError
+from ddpkit.group import set_secret
+from ddpkit.testing import run_ranks
+
+LAUNCHERS = ["ddpkit", "environment"]
+each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
+
+
+def start(
+    function: Callable[[], Any], world_size: int = 2, *, launcher: str = "ddpkit", **options: Any
+) -> list[Any]:
+    """Start ranks that open their group themselves, as ddpkit's or with hand-set variables."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    def rank() -> Any:
+        if launcher == "environment":
+            set_secret(b"")
+            for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
+                del os.environ[name]
+            os.environ["MASTER_PORT"] = str(port)
+        return function()
+
+    return run_ranks(rank, world_size, init_group=False, **options)
+
+
+def add_up() -> int:
+    """Sum the ranks by a collective."""
+    value = torch.tensor([dist.get_rank()])
+    dist.all_reduce(value)
+    return int(value)
+
+
+# --------------------------------------------------------------------------------- in and out
+
+
+@each_launcher
+def test_the_world_as_each_rank_sees_it(launcher: str) -> None:
+    def function() -> Any:
+        with process_group(timeout=20, device="cpu") as world:
+            named = get_rank(), get_world_size(), get_local_rank(), str(get_device())
+            seen = asdict(world)
+            del seen["master_port"]
+            return named, seen, add_up()
+
+    for rank, (named, world, total) in enumerate(start(function, 3, launcher=launcher)):
+        assert named == (rank, 3, rank, "cpu")
+        assert world == {
+            "rank": rank,
+            "world_size": 3,
+            "local_rank": rank,
+            "local_world_size": 3,
+            "node_rank": 0,
+            "num_nodes": 1,
+            "master_addr": "127.0.0.1",
+            "source": launcher,
+            "device": torch.device("cpu"),
+            "backend": "gloo",
+        }
+        assert total == 3
+
+
+@each_launcher
+@pytest.mark.parametrize("late", [0, 1])
+def test_it_can_be_entered_again_and_again(launcher: str, late: int) -> None:
+    def function() -> list[int]:
+        totals = []
+        for _ in range(5):
+            if int(os.environ["RANK"]) == late:
+                time.sleep(0.05)
+            with process_group(timeout=20, device="cpu"):
+                totals.append(add_up() + broadcast_value(get_rank()))
+        return totals
+
+    assert start(function, launcher=launcher) == [[1] * 5] * 2
+
+
+def test_an_inner_block_joins_and_leaves_the_group_open() -> None:
+    def function() -> tuple[int, int]:
+        with process_group(timeout=20, device="cpu") as outer:
+            with process_group() as inner:
+                assert inner == outer
+                first = add_up()
+            return first, add_up() + on_rank0(lambda: 5)
+
+    assert start(function) == [(1, 6), (1, 6)]
+
+
+@each_launcher
+def test_rank_0_keeps_its_store_until_the_others_have_left(launcher: str) -> None:
+    def function() -> int:
+        with process_group(timeout=20, device="cpu"):
+            if get_rank() == 0:
+                return 1
+            time.sleep(0.5)
+        return 2
+
+    assert start(function, launcher=launcher) == [1, 2]
+
+
+def test_the_time_limit_holds_for_collectives() -> None:
+    def function() -> float:
+        started = time.monotonic()
+        with process_group(timeout=0.5, device="cpu"):
+            if get_rank() == 1:
+                time.sleep(2.0)
+                return 0.0
+            with pytest.raises(RuntimeError, match=r"[Tt]im"):
+                add_up()
+            return time.monotonic() - started
+
+    assert 0.4 < start(function)[0] < 2.0
+
+
+# ---------------------------------------------------------------------------- a missing rank
+
+
+@each_launcher
+def test_a_missing_rank_is_named_within_the_time(launcher: str) -> None:
+    def function() -> tuple[str, float]:
+        started = time.monotonic()
+        if os.environ["RANK"] == "2":
+            time.sleep(1.5)  # a rank that has ended is another story
+            return "", 0.0
+        with pytest.raises(GroupError) as caught:
+            process_group(timeout=0.5, device="cpu").__enter__()
+        return str(caught.value), time.monotonic() - started
+
+    results = start(function, 3, launcher=launcher)
+    for rank, (text, seconds) in enumerate(results[:2]):
+        assert f"[rank {rank}/3] rank 2 did not join within" in text
+        assert f"WORLD_SIZE=3 was read from: {launcher}" in text
+        assert seconds < 10
+
+
+def test_a_missing_server_is_named_within_the_time() -> None:
+    def function() -> str:
+        if os.environ["RANK"] == "0":
+            return ""
+        with pytest.raises(GroupError) as caught:
+            process_group(timeout=0.3, device="cpu").__enter__()
+        return str(caught.value)
+
+    assert "No store answers at 127.0.0.1:" in start(function, launcher="environment")[1]
+
+
+def test_a_rank_that_gave_up_is_missing_for_those_who_come_later_and_can_try_again() -> None:
+    def function() -> tuple[str, int]:
+        if os.environ["RANK"] == "0":
+            time.sleep(1.0)
+        with pytest.raises(GroupError) as caught:
+            process_group(timeout=0.3, device="cpu").__enter__()
+        with process_group(timeout=20, device="cpu"):
+            return str(caught.value), add_up()
+
+    for rank, (text, total) in enumerate(start(function)):
+        assert f"rank {1 - rank} did not join" in text
+        assert total == 1
+
+
+def test_different_secrets_are_refused() -> None:
+    def function() -> str:
+        os.environ["DDPKIT_SECRET"] = f"secret of rank {os.environ['RANK']}"
+        with pytest.raises(GroupError) as caught:
+            process_group(timeout=5, device="cpu").__enter__()
+        return str(caught.value)
+
+    texts = start(function, launcher="environment")
+    assert any("is not signed by a rank of this launch" in text for text in texts)
+
+
+def test_the_same_secret_is_accepted() -> None:
+    def function() -> int:
+        os.environ["DDPKIT_SECRET"] = "shared"
+        with process_group(timeout=20, device="cpu"):
+            return broadcast_value(get_rank() + 4)
+
+    assert start(function, launcher="environment") == [4, 4]
+
+
+# ------------------------------------------------------------------- an exception in the block
+
+
+@each_launcher
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_reaches_the_peer_and_entering_again_works(
+    launcher: str, failing: int
+) -> None:
+    def load_data() -> None:
+        raise KeyError("x")
+
+    def block() -> None:
+        with process_group(timeout=20, device="cpu"):
+            add_up()
+            if get_rank() == failing:
+                load_data()
+            barrier()
+
+    def function() -> tuple[str, str, int, int]:
+        try:
+            block()
+        except KeyError as error:
+            found = "KeyError", str(error), failing
+        except PeerError as error:
+            found = "PeerError", error.traceback, error.rank
+        assert not dist.is_initialized()
+        with process_group(timeout=20, device="cpu"):
+            return *found, add_up()
+
+    results = start(function, launcher=launcher)
+    assert results[failing] == ("KeyError", "'x'", failing, 1)
+    kind, text, rank, total = results[1 - failing]
+    assert (kind, rank, total) == ("PeerError", failing, 1)
+    assert "in load_data" in text
+    assert "KeyError: 'x'" in text
+
+
+def test_an_exception_leaves_the_block_while_the_peer_is_in_a_collective() -> None:
+    def function() -> tuple[str, float]:
+        started = time.monotonic()
+        kind = "nothing"
+        try:
+            with process_group(timeout=20, device="cpu"):
+                add_up()
+                if get_rank() == 1:
+                    time.sleep(0.2)
+                    raise KeyError("x")
+                add_up()
+        except (KeyError, RuntimeError) as error:
+            kind = type(error).__name__
+        return kind, time.monotonic() - started
+
+    (first, first_time), (second, second_time) = start(function)
+    assert (first, second) == ("RuntimeError", "KeyError")
+    assert max(first_time, second_time) < 10
+
+
+# --------------------------------------------------------------------- a group of the user's own
+
+
+def test_agreement_works_in_a_group_that_the_user_has_opened() -> None:
+    def function() -> tuple[int, int, bool, int]:
+        dist.init_process_group("gloo")
+        value = broadcast_value(get_rank() + 7)
+        barrier(timeout=20)
+        with process_group() as world:
+            size = world.world_size
+        still_open = dist.is_initialized()
+        total = add_up()
+        dist.destroy_process_group()
+        return value, size, still_open, total
+
+    assert start(function) == [(7, 2, True, 1)] * 2
+
+
+def test_a_second_group_of_the_users_own_has_a_channel_of_its_own() -> None:
+    def function() -> list[int]:
+        values = []
+        for start_value in (1, 2):
+            dist.init_process_group("gloo")
+            values.append(broadcast_value(start_value + get_rank()))
+            dist.destroy_process_group()
+        return values
+
+    assert start(function) == [[1, 2], [1, 2]]
+
+
+def test_a_legacy_group_by_file_works_too(tmp_path: Any) -> None:
+    file = tmp_path / "rendezvous"
+
+    def function() -> int:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+        value: int = broadcast_value(rank + 7)
+        dist.destroy_process_group()
+        return value
+
+    assert start(function) == [7, 7]

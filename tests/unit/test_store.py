@@ -1,0 +1,125 @@
+import logging
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from ddpkit import store as stores
+from ddpkit.errors import GroupError
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_served_store_answers_its_clients() -> None:
+    listener = stores.listen()
+    port = listener.getsockname()[1]
+    server = stores.serve(listener, timeout=10)
+    client = stores.connect("127.0.0.1", port, timeout=10)
+    server.set("key", "value")
+    assert client.get("key") == b"value"
+
+
+def test_it_listens_on_the_loopback_alone() -> None:
+    with stores.listen() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_it_serves_on_the_socket_that_it_was_given() -> None:
+    listener = stores.listen()
+    address = listener.getsockname()
+    server = stores.serve(listener, timeout=10)
+    assert listening_sockets(address[1]) == ["0100007F"]  # 127.0.0.1 in the kernel's notation
+    assert server.port == address[1]
+    assert listener.fileno() == -1
+
+
+def listening_sockets(port: int) -> list[str]:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    addresses = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [host for host, number in addresses if int(number, 16) == port]
+
+
+def test_the_port_is_free_again_when_the_store_is_gone() -> None:
+    listener = stores.listen()
+    port = listener.getsockname()[1]
+    server = stores.serve(listener, timeout=10)
+    del server
+    stores.listen(port=port).close()
+
+
+def test_a_taken_port_is_named() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(GroupError, match=rf"127\.0\.0\.1:{other.getsockname()[1]}.*MASTER_PORT"),
+    ):
+        stores.listen(port=other.getsockname()[1])
+
+
+def test_a_port_of_ipv6() -> None:
+    try:
+        listener = stores.listen("::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_another_error_of_the_system_is_not_called_a_taken_port() -> None:
+    with pytest.raises(OSError, match=r"[Cc]annot assign"):
+        stores.listen("192.0.2.1")  # an address for documentation, which no machine has
+
+
+def test_nothing_there_is_an_error_within_the_time() -> None:
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(GroupError, match=rf"No store answers at 127\.0\.0\.1:{port} after"):
+        stores.connect("127.0.0.1", port, timeout=0.3)
+    assert time.monotonic() - started < 10
+
+
+def test_an_unknown_host_is_an_error_within_the_time() -> None:
+    with pytest.raises(GroupError, match=r"No store answers at no\.such\.host\.invalid:1 after"):
+        stores.connect("no.such.host.invalid", 1, timeout=0.3)
+
+
+def test_another_program_on_the_port_is_an_error_within_the_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(GroupError, match=rf"127\.0\.0\.1:{port} does not answer as a store"):
+            stores.connect("127.0.0.1", port, timeout=0.3)
+
+
+def test_a_server_may_start_later_than_its_client() -> None:
+    port = free_port()
+    servers: list[TCPStore] = []
+
+    def serve() -> None:
+        waiting.wait(20)
+        servers.append(stores.serve(stores.listen(port=port), timeout=10))
+
+    waiting = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    refused = socket.socket()
+    with refused, pytest.raises(ConnectionRefusedError):
+        refused.connect(("127.0.0.1", port))
+    waiting.set()
+    client = stores.connect("127.0.0.1", port, timeout=20)
+    thread.join()
+    client.set("key", "value")
+    assert servers[0].get("key") == b"value"
+
+
+def test_a_long_wait_says_once_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stores, "_NOTICE_AFTER", 0.05)
+    with caplog.at_level(logging.WARNING), pytest.raises(GroupError):
+        stores.connect("127.0.0.1", free_port(), 0.5, lambda: "waiting for rank 0")
+    assert [record.getMessage() for record in caplog.records] == ["waiting for rank 0"]
