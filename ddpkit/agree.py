@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NOTICE_AFTER = 5.0
+_LEADER_AFTER = 0.005  # most answers come sooner, and every look at rank 0 costs a round trip
+_INLINE_BYTES = 64 * 1024
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class _Call:
     number: int
     name: str
     place: str
+    contribution: bytes | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.place})"
@@ -198,7 +202,7 @@ def _meet(
     channel.calls += 1
     call = _Call(channel.calls, name, place)
     if gather and channel.rank != 0:
-        channel.publish(f"in/{call.number}/{channel.rank}", gather)
+        call = _with_contribution(channel, call, gather)
     channel.publish(f"at/{channel.rank}", dump_value(call))
     if channel.rank == 0:
         return _answer(channel, call, gather, lead, timeout)
@@ -237,7 +241,7 @@ def _collect(channel: Channel, call: _Call, own: bytes, timeout: float | None) -
             if other is None or other.number < call.number:
                 continue
             _check_same(call, other, rank, channel)
-            arrived[rank] = _take(channel, f"in/{call.number}/{rank}") if own else b""
+            arrived[rank] = _contribution(channel, other, rank) if own else b""
             missing.remove(rank)
         return not missing
 
@@ -254,13 +258,16 @@ def _await_answer(channel: Channel, call: _Call, timeout: float | None) -> bytes
     """Every other rank: wait for rank 0's outcome, looking at what rank 0 does meanwhile."""
     key = f"out/{call.number}"
     answers: list[bytes] = []
+    started = time.monotonic()
 
     def answered() -> bool:
-        found = channel.fetch_first(key, "at/0")
-        if found is not None and found[0] == key:
-            answers.append(found[1])
+        payload = channel.fetch(key)
+        if payload is not None:
+            answers.append(payload)
             return True
-        leader = None if found is None else cast(_Call, load_value(found[1]))
+        if time.monotonic() - started < _LEADER_AFTER:
+            return False
+        leader = _announced(channel, 0)
         if leader is not None and leader.number == call.number:
             _check_same(call, leader, 0, channel)
         return False
@@ -295,7 +302,18 @@ def _unpack(outcome: _Outcome, call: _Call, channel: Channel) -> bytes:
     raise error from peer
 
 
-def _take(channel: Channel, key: str) -> bytes:
+def _with_contribution(channel: Channel, call: _Call, contribution: bytes) -> _Call:
+    """Put a small contribution into the announcement itself, and a large one beside it."""
+    if len(contribution) <= _INLINE_BYTES:
+        return replace(call, contribution=contribution)
+    channel.publish(f"in/{call.number}/{channel.rank}", contribution)
+    return call
+
+
+def _contribution(channel: Channel, call: _Call, rank: int) -> bytes:
+    if call.contribution is not None:
+        return call.contribution
+    key = f"in/{call.number}/{rank}"
     payload = channel.fetch(key)
     assert payload is not None, f"{key} is announced but not there"
     channel.delete(key)
@@ -303,7 +321,7 @@ def _take(channel: Channel, key: str) -> bytes:
 
 
 def _announced(channel: Channel, rank: int) -> _Call | None:
-    payload = channel.fetch(f"at/{rank}")
+    payload = channel.fetch(f"at/{rank}", lasting=True)
     return None if payload is None else cast(_Call, load_value(payload))
 
 

@@ -119,14 +119,18 @@ class _StoreThread:
     def call(self, function: Callable[[Store], T]) -> T:
         if self._silent_since is not None:
             raise GroupError(self._silence())
-        future: Future[T] = Future()
         started = time.monotonic()
-        self._calls.put((future, function))
+        future = self.post(function)
         try:
             return future.result(timeout=self._bound)
         except FutureTimeoutError:
             self._silent_since = started
             raise GroupError(self._silence()) from None
+
+    def post(self, function: Callable[[Store], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, function))
+        return future
 
     def _silence(self) -> str:
         waited = time.monotonic() - (self._silent_since or 0.0)
@@ -203,6 +207,7 @@ class Channel:
         self._secret = secret
         self._pid = os.getpid()
         self._parts: dict[str, int] = {}
+        self._lasting: set[str] = set()
         self._members: dict[int, Member] = {}
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_count = 0
@@ -228,22 +233,25 @@ class Channel:
 
         self._call(write)
 
-    def fetch(self, key: str) -> bytes | None:
-        """Read a message and check its signature; None where there is none yet."""
-        found = self.fetch_first(key)
-        return None if found is None else found[1]
+    def fetch(self, key: str, *, lasting: bool = False) -> bytes | None:
+        """Read a message and check its signature; None where there is none yet.
 
-    def fetch_first(self, *keys: str) -> tuple[str, bytes] | None:
-        """Read the first of several messages that is there, and check its signature."""
+        Args:
+            key: Its key.
+            lasting: Whether the key is overwritten but never deleted: where it was seen once, one
+                round trip is spared.
+        """
+        seen = lasting and key in self._lasting
 
-        def read(store: Store) -> tuple[str, bytes] | None:
-            for key in keys:
-                if store.check([key]):
-                    return key, store.get(key)
+        def read(store: Store) -> bytes | None:
+            return store.get(key) if seen or store.check([key]) else None
+
+        message = self._call(read)
+        if message is None:
             return None
-
-        found = self._call(read)
-        return None if found is None else (found[0], self._verified(*found))
+        if lasting:
+            self._lasting.add(key)
+        return self._verified(key, message)
 
     def _verified(self, key: str, message: bytes) -> bytes:
         if len(message) < _HEADER.size:
@@ -279,7 +287,8 @@ class Channel:
                 for name in keys:
                     store.delete_key(name)
 
-        self._call(note)
+        # Nobody waits for it; should the store be gone, the next call says so.
+        self._thread.post(note)
 
     def _sign(self, key: str, parts: int, body: bytes) -> bytes:
         signer = hmac.new(self._secret, digestmod=hashlib.sha256)

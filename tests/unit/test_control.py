@@ -148,12 +148,6 @@ def test_the_last_reader_deletes(make_channel: MakeChannel, store: HashStore) ->
     assert store.num_keys() == before
 
 
-def test_the_first_of_several_messages_that_is_there(channel: Channel) -> None:
-    channel.publish("second", b"2")
-    channel.publish("third", b"3")
-    assert channel.fetch_first("first", "second", "third") == ("second", b"2")
-
-
 # ---------------------------------------------------------------------------------- signatures
 
 unpickled: list[str] = []
