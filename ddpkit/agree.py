@@ -241,6 +241,7 @@ def _collect(channel: Channel, call: _Call, own: bytes, timeout: float | None) -
             if other is None or other.number < call.number:
                 continue
             _check_same(call, other, rank, channel)
+            _check_not_ahead(call, other, rank)
             arrived[rank] = _contribution(channel, other, rank) if own else b""
             missing.remove(rank)
         return not missing
@@ -340,6 +341,15 @@ def _check_same(call: _Call, other: _Call, rank: int, channel: Channel) -> None:
         "the same order; does one of them stand inside `if is_rank0():`, or behind a condition "
         "that differs between ranks?"
     )
+
+
+def _check_not_ahead(call: _Call, other: _Call, rank: int) -> None:
+    if other.number > call.number:
+        raise GroupError(
+            f"The ranks took different paths: rank 0 is in {call}, call {call.number}, and rank "
+            f"{rank} is already in call {other.number}. Did it catch an error that rank 0 has not "
+            "seen?"
+        )
 
 
 def _wait(

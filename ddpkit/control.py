@@ -278,6 +278,10 @@ class Channel:
         keys = [key, *(f"{key}/{index}" for index in range(self._parts.pop(key, 0)))]
         self._call(lambda store: [store.delete_key(name) for name in keys])
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._call(lambda store: store.add(key, amount))
+
     def delete_when_read(self, key: str, counter: str, readers: int) -> None:
         """Note that this rank has read a message; the last of its readers removes it."""
         keys = [key, *(f"{key}/{index}" for index in range(self._parts.pop(key, 0))), counter]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -31,6 +32,7 @@ from ddpkit.group import (
 )
 from ddpkit.launch import launch
 from ddpkit.launch.job import Job, Options, register
+from ddpkit.launch.report import is_likely_consequence
 from ddpkit.launch.worker import RankSpec, rank_environment
 from ddpkit.topology import Topology
 
@@ -39,6 +41,8 @@ R = TypeVar("R")
 
 NPROC_VARIABLE = "DDPKIT_NPROC_PER_NODE"
 """Overrides the default number of ranks, never an explicit argument."""
+
+_CAUSE_BOUND = 2.0
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class DistributedFunction(Generic[P, R]):
         where = _decide(job.options, current_topology(), _group_is_open())
         if where == "start":
             return cast(R, _start(job)[0])
-        return cast(R, _run_here(job) if where == "inside" else _run_under_launcher(job))
+        return cast(R, job() if where == "inside" else _run_under_launcher(job))
 
     def run_all(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run the function on all ranks and return one value for each, in the order of ranks.
@@ -94,7 +98,7 @@ class DistributedFunction(Generic[P, R]):
         if where == "start":
             return cast("list[R]", _start(job))
         if where == "inside":
-            return cast("list[R]", exchange(_run_here(job), name="run_all"))
+            return cast("list[R]", exchange(job(), name="run_all"))
         return cast("list[R]", _run_under_launcher(job, gather=True))
 
     def with_options(self, **options: Any) -> DistributedFunction[P, R]:
@@ -122,10 +126,7 @@ class DistributedFunction(Generic[P, R]):
         return f"<distributed {self.__wrapped__!r}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        nproc = choose_nproc(self.options.nproc_per_node, os.environ.get(NPROC_VARIABLE), 0)
-        if nproc == 0:
-            nproc = _count_devices(self.options)
-        return Job(self.__wrapped__, (*self._bound, *args), kwargs, nproc, self.options)
+        return Job(self.__wrapped__, (*self._bound, *args), kwargs, options=self.options)
 
 
 @overload
@@ -231,16 +232,15 @@ def make_options(**given: Any) -> Options:
 # ------------------------------------------------------------------------------ pure decisions
 
 
-def choose_nproc(explicit: int | None, variable: str | None, devices: int) -> int:
+def choose_nproc(explicit: int | None, variable: str | None) -> int | None:
     """Choose the number of ranks to start.
 
     Args:
         explicit: The `nproc_per_node` that was given, or None.
         variable: Value of `DDPKIT_NPROC_PER_NODE`, or None.
-        devices: What to use when neither says anything.
 
     Returns:
-        The number of ranks.
+        The number of ranks, None when neither says anything.
 
     Raises:
         ConfigError: The variable is not a whole number of at least 1.
@@ -248,7 +248,7 @@ def choose_nproc(explicit: int | None, variable: str | None, devices: int) -> in
     if explicit is not None:
         return explicit
     if variable is None:
-        return devices
+        return None
     if not variable.isdigit() or int(variable) < 1:
         raise ConfigError(
             f"{NPROC_VARIABLE}={variable!r} was given, but it must be a whole number of at least 1."
@@ -290,10 +290,13 @@ def _count_devices(options: Options) -> int:
 
 
 def _start(job: Job) -> list[Any]:
-    if job.nproc == 1:
+    nproc = choose_nproc(job.options.nproc_per_node, os.environ.get(NPROC_VARIABLE))
+    if nproc is None:
+        nproc = _count_devices(job.options)
+    if nproc == 1:
         return [_run_alone(job)]
-    _check_devices(job.nproc, job.options)
-    return launch(job)
+    _check_devices(nproc, job.options)
+    return launch(replace(job, nproc=nproc))
 
 
 def _check_devices(nproc: int, options: Options) -> None:
@@ -302,10 +305,6 @@ def _check_devices(nproc: int, options: Options) -> None:
     last = Topology(nproc - 1, nproc, nproc - 1, nproc, source="ddpkit")
     count = torch.accelerator.device_count() if accelerator is not None else 0
     choose_device(options.device, accelerator, count, last)
-
-
-def _run_here(job: Job) -> Any:
-    return job()
 
 
 def _run_alone(job: Job) -> Any:
@@ -356,6 +355,10 @@ def _recorded_for_torchrun(topology: Topology) -> Iterator[None]:
         if topology.source == "torchrun":
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+            if is_likely_consequence(error):
+                # torchrun takes the earliest second for the root cause. Once the rank that caused
+                # this has ended, torchrun stops this one, and its error stays out of the summary.
+                time.sleep(_CAUSE_BOUND)
             get_error_handler().record_exception(error)
         raise
 

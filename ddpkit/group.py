@@ -20,7 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from ddpkit import store as stores
 from ddpkit.control import SECRET_VARIABLE, Channel, Departure
-from ddpkit.errors import ConfigError, GroupError
+from ddpkit.errors import ConfigError, GroupError, PeerError
 from ddpkit.serialize import record_exception
 from ddpkit.topology import Topology, is_loopback, read_topology
 
@@ -28,6 +28,7 @@ DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
 _ERROR_PATH_BOUND = 1.5
 _FAREWELL_BOUND = 30.0
+_OPENED = "opened"
 _NOTICE_AFTER = 3.0
 
 _logger = logging.getLogger(__name__)
@@ -341,6 +342,7 @@ def _open(world: World, timeout: float) -> _Opened:
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index or 0)
     store, channel = _rendezvous(world, timeout)
+    opened = _Opened(world, channel)
     bound_device = None if world.device.type == "cpu" else world.device
     try:
         dist.init_process_group(
@@ -351,17 +353,18 @@ def _open(world: World, timeout: float) -> _Opened:
             timeout=timedelta(seconds=timeout),
             device_id=bound_device,
         )
-    except BaseException:
-        if channel is not None:
-            channel.close()
+    except BaseException as error:
+        _close_after_error(opened, error)
         raise
+    if channel is not None:
+        channel.add(_OPENED, 1)
     _logger.info(
         "[rank %d/%d] local rank %d of %d on node %d of %d (read from: %s), device %s, backend %s",
         *(world.rank, world.world_size, world.local_rank, world.local_world_size),
         *(world.node_rank, world.num_nodes, world.source, world.device, world.backend),
     )
-    _state.opened = _Opened(world, channel)
-    return _state.opened
+    _state.opened = opened
+    return opened
 
 
 def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
@@ -497,6 +500,8 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 def _close(opened: _Opened) -> None:
     world, channel = opened.world, opened.channel
     try:
+        if channel is not None:
+            _await_all_open(channel)
         if _group_is_open():
             dist.destroy_process_group()
         if channel is not None:
@@ -505,6 +510,23 @@ def _close(opened: _Opened) -> None:
                 _await_farewells(channel)
     finally:
         _forget(opened)
+
+
+def _await_all_open(channel: Channel) -> None:
+    """Stay until every rank has opened the group.
+
+    gloo connects pair by pair: a rank that leaves at once, after a short function without a
+    collective, would break the connections of one that is still opening.
+    """
+    others = [rank for rank in range(channel.world_size) if rank != channel.rank]
+    with contextlib.suppress(GroupError, PeerError):  # one that failed opens nothing any more
+        channel.wait(
+            lambda: channel.add(_OPENED, 0) >= channel.world_size,
+            lambda: others,
+            timeout=_FAREWELL_BOUND,
+            notice_after=_FAREWELL_BOUND,
+            notice=lambda ranks: None,
+        )
 
 
 def _await_farewells(channel: Channel) -> None:

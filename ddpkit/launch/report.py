@@ -125,6 +125,11 @@ def _is_transport(error: RuntimeError) -> bool:
     )
 
 
+def is_likely_consequence(error: BaseException) -> bool:
+    """Tell whether an exception of this rank likely has its cause in another rank."""
+    return classify(error) in _CONSEQUENCES
+
+
 def is_consequence(failure: Failure) -> bool:
     """Tell whether a failure likely has its cause in another rank."""
     return failure.info.kind in _CONSEQUENCES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -210,12 +211,17 @@ class Supervisor:
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
             if not failures:
                 continue
-            if stop_at is None:
-                stop_at = time.monotonic() + _CAUSE_BOUND
-            exits_only = all(failure.system_exit for failure in failures)
-            caused = not all(is_consequence(failure) for failure in failures) and not exits_only
-            if caused or time.monotonic() >= stop_at:
+            now = time.monotonic()
+            stop_at = min(stop_at or math.inf, now + self._bound_after(failures))
+            if now >= stop_at:
                 return
+
+    def _bound_after(self, failures: list[Failure]) -> float:
+        """How long the other ranks may go on, in seconds, after these failures."""
+        if all(failure.system_exit for failure in failures):
+            # All of them may be about to exit alike, and one may have something to save first.
+            return max(self._job.options.shutdown_grace, _CAUSE_BOUND)
+        return _CAUSE_BOUND if all(map(is_consequence, failures)) else 0.0
 
     def _step(self, timeout: float | None) -> None:
         """Wait for something to happen, and take note of it."""

@@ -129,10 +129,14 @@ def _set_environment(spec: RankSpec) -> None:
 
 
 def _buffer_lines() -> None:
-    """Write whole lines at once: a rank that is stopped loses what is in a block buffer."""
+    """Write whole lines at once.
+
+    A rank that is stopped loses what is in a block buffer, and what is written piece by piece mixes
+    with the lines of other ranks.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def rank_environment(spec: RankSpec, pid: int) -> dict[str, str]:

@@ -427,3 +427,15 @@ def test_one_rank_raises_in_the_caller_itself() -> None:
     with pytest.raises(KeyError) as caught:
         distributed(fail_to_find, nproc_per_node=1, device="cpu")()
     assert caught.value.__cause__ is None
+
+
+def save_then_exit() -> None:
+    if get_rank() == 0:
+        time.sleep(1.5)  # longer than the others are given to show a cause
+    sys.exit(3)
+
+
+def test_ranks_that_exit_alike_need_not_do_so_at_once() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_ranks(save_then_exit, shutdown_grace=10.0, init_group=False)
+    assert caught.value.code == 3

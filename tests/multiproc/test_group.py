@@ -297,3 +297,23 @@ def test_a_legacy_group_by_file_works_too(tmp_path: Any) -> None:
         return value
 
     assert start(function) == [7, 7]
+
+
+def test_a_rank_that_leaves_at_once_waits_for_one_that_is_still_opening() -> None:
+    def function() -> float:
+        opened = time.monotonic()
+        connect = dist.init_process_group
+
+        def connect_late(*args: Any, **kwargs: Any) -> None:
+            time.sleep(0.5)
+            connect(*args, **kwargs)
+            time.sleep(0.5)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if get_rank() == 1:
+                patch.setattr(dist, "init_process_group", connect_late)
+            with process_group():
+                pass
+        return time.monotonic() - opened
+
+    assert min(run_ranks(function, init_group=False)) >= 1.0
