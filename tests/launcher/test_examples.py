@@ -79,7 +79,7 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], OneEp
     return train
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drill)])
 def test_python(ranks: int, one_epoch: Callable[[int], OneEpoch]) -> None:
     check_one_epoch(one_epoch(ranks).printed)
 
@@ -96,7 +96,8 @@ def test_torchrun(ranks: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.drill)]
+    "start_method",
+    [pytest.param(name, marks=pytest.mark.drill) for name in ("spawn", "forkserver")],
 )
 def test_start_method(start_method: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, DIGITS, "--epochs", "1", "--start-method", start_method))
