@@ -79,26 +79,27 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], OneEp
     return train
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_python(ranks: int, one_epoch: Callable[[int], OneEpoch]) -> None:
     check_one_epoch(one_epoch(ranks).printed)
 
 
+@pytest.mark.drill
 def test_two_ranks_learn_what_one_learns(one_epoch: Callable[[int], OneEpoch]) -> None:
     one, two = one_epoch(1).parameters, one_epoch(2).parameters
     for name, parameter in one.items():
         torch.testing.assert_close(two[name], parameter, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", ["2", "3"])
 def test_torchrun(ranks: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, *TORCHRUN, ranks, DIGITS, "--epochs", "1"))
 
 
-@pytest.mark.parametrize(
-    "start_method",
-    [pytest.param(name, marks=pytest.mark.drill) for name in ("spawn", "forkserver")],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_start_method(start_method: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, DIGITS, "--epochs", "1", "--start-method", start_method))
 

@@ -409,7 +409,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.drill)])
 def test_ranks_of_a_killed_parent_are_gone_even_from_a_collective(method: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLED_PARENT, method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
