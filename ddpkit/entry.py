@@ -30,10 +30,7 @@ from ddpkit.group import (
     process_group,
     to_seconds,
 )
-from ddpkit.launch import launch
 from ddpkit.launch.job import Job, Options, register
-from ddpkit.launch.report import is_likely_consequence
-from ddpkit.launch.worker import RankSpec, rank_environment
 from ddpkit.topology import Topology
 
 P = ParamSpec("P")
@@ -296,6 +293,9 @@ def _start(job: Job) -> list[Any]:
     if nproc == 1:
         return [_run_alone(job)]
     _check_devices(nproc, job.options)
+    # Imported when needed: what starts ranks takes half as long to import as all the rest.
+    from ddpkit.launch.start import launch
+
     return launch(replace(job, nproc=nproc))
 
 
@@ -313,6 +313,8 @@ def _run_alone(job: Job) -> Any:
     if options.init_group:
         with process_group(options.backend, timeout=options.timeout, device=options.device):
             return job()
+    from ddpkit.launch.worker import RankSpec, rank_environment
+
     listener = stores.listen()
     port = listener.getsockname()[1]
     store = stores.serve(listener, options.timeout)
@@ -354,6 +356,8 @@ def _recorded_for_torchrun(topology: Topology) -> Iterator[None]:
     except Exception as error:
         if topology.source == "torchrun":
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            from ddpkit.launch.report import is_likely_consequence
 
             if is_likely_consequence(error):
                 # torchrun takes the earliest second for the root cause. Once the rank that caused

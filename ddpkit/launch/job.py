@@ -57,7 +57,7 @@ class Job:
                 f"{', '.join(trained)} holds a model or an optimizer. The ranks work on copies of "
                 "it: what they train does not come back, unless the function returns or saves it.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def __call__(self) -> Any:

@@ -29,7 +29,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         launched.append(job)
         return [f"rank {rank}" for rank in range(job.nproc)]
 
-    monkeypatch.setattr(entries, "launch", note)
+    monkeypatch.setattr("ddpkit.launch.start.launch", note)
     return launched
 
 
