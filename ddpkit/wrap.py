@@ -425,6 +425,8 @@ def _synchronised(model: M, group: Any) -> M:
 
 
 def _broadcast_from_rank0(tensors: list[torch.Tensor], group: Any) -> None:
+    if not tensors:
+        return  # torch asserts that there is something to send
     # torch's own part of DDP: packs the tensors in C++, in buckets of bounded size.
     real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
     with torch.no_grad():
@@ -615,7 +617,10 @@ class DistributedModel(DistributedDataParallel):
             if name not in self.parameters_to_ignore
         ]
         # A graph that is kept for another backward may hold a buffer; its value is no part of it.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # noqa: SLF001
+        with contextlib.ExitStack() as versions:
+            for buffer in buffers:  # one by one, for torch 2.6 takes a single tensor
+                keep = torch.autograd._unsafe_preserve_version_counter(buffer)  # noqa: SLF001
+                versions.enter_context(keep)
             _broadcast_from_rank0(buffers, self.process_group)
 
 
