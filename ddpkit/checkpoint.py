@@ -30,6 +30,7 @@ from torch import nn
 from ddpkit.agree import exchange, run_on_rank0
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
 from ddpkit.group import communication_device
+from ddpkit.serialize import type_name_of
 from ddpkit.wrap import unwrap, without_prefix, wrapper_prefix
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def check_loadable(state: object, target: str) -> None:
     refused = list(_refused(state, "obj", set()))
     if not refused:
         return
-    lines = [f"  {path} is a {_type_name(value)}: {_advice(value)}" for path, value, _ in refused]
+    lines = [f"  {path} is a {type_name_of(value)}: {_advice(value)}" for path, value, _ in refused]
     rest = [f"  and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
     raise CheckpointError(
         f"Could not save {target}: a safe load would refuse parts of it.\n"
@@ -306,12 +307,6 @@ _ADVICE = {
     "frozenset": "save set(x)",
     "range": "save list(x)",
 }
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    is_builtin = kind.__module__ == "builtins"
-    return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -593,7 +588,7 @@ def _agree_on_outcome(target: str, work: Callable[[], T]) -> T:
 def _restore(state: Any, into: Mapping[str, Any], loaded: _Loaded, target: str) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{target} holds a {_type_name(state)}; barrier_load(into=...) needs a dict. Load it "
+            f"{target} holds a {type_name_of(state)}; barrier_load(into=...) needs a dict. Load it "
             "without into, and restore by hand.",
             path=target,
         )
@@ -609,7 +604,7 @@ def _restore(state: Any, into: Mapping[str, Any], loaded: _Loaded, target: str) 
             _restore_one(live, state[key], loaded)
         except Exception as error:
             raise CheckpointError(
-                f"The entry {key!r} of {target} does not fit the {_type_name(live)} that it should "
+                f"The entry {key!r} of {target} does not fit the {type_name_of(live)} that it should "
                 f"be restored into: {str(error).strip()}",
                 path=target,
             ) from error

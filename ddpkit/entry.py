@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
-import torch.distributed as dist
 from typing_extensions import ParamSpec
 
 from ddpkit import store as stores
@@ -26,6 +25,7 @@ from ddpkit.group import (
     choose_device,
     current_topology,
     get_world_size,
+    group_is_open,
     has_index,
     process_group,
     to_seconds,
@@ -74,7 +74,7 @@ class DistributedFunction(Generic[P, R]):
                 be sent; no process has been started then.
         """
         job = self._job(args, kwargs)
-        where = _decide(job.options, current_topology(), _group_is_open())
+        where = _decide(job.options, current_topology(), group_is_open())
         if where == "start":
             return cast(R, _start(job)[0])
         return cast(R, job() if where == "inside" else _run_under_launcher(job))
@@ -91,7 +91,7 @@ class DistributedFunction(Generic[P, R]):
             BaseException: As for a call.
         """
         job = self._job(args, kwargs)
-        where = _decide(job.options, current_topology(), _group_is_open())
+        where = _decide(job.options, current_topology(), group_is_open())
         if where == "start":
             return cast("list[R]", _start(job))
         if where == "inside":
@@ -273,10 +273,6 @@ def _check_inside(options: Options) -> None:
 # --------------------------------------------------------------------------------------- effects
 
 
-def _group_is_open() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _count_devices(options: Options) -> int:
     """Count accelerators without opening their driver where torch can ask without."""
     if options.device is not None:
@@ -293,7 +289,7 @@ def _start(job: Job) -> list[Any]:
     if nproc == 1:
         return [_run_alone(job)]
     _check_devices(nproc, job.options)
-    # Imported when needed: what starts ranks takes half as long to import as all the rest.
+    # Imported when needed: a process that starts no ranks need not pay for what does.
     from ddpkit.launch.start import launch
 
     return launch(replace(job, nproc=nproc))

@@ -77,7 +77,7 @@ def get_rank() -> int:
         >>> get_rank()
         0
     """
-    return dist.get_rank() if _group_is_open() else current_topology().rank
+    return dist.get_rank() if group_is_open() else current_topology().rank
 
 
 def get_world_size() -> int:
@@ -87,7 +87,7 @@ def get_world_size() -> int:
         >>> get_world_size()
         1
     """
-    return dist.get_world_size() if _group_is_open() else current_topology().world_size
+    return dist.get_world_size() if group_is_open() else current_topology().world_size
 
 
 def get_local_rank() -> int:
@@ -121,7 +121,7 @@ def get_device() -> torch.device:
         >>> get_device().type in ("cpu", "cuda", "mps", "xpu")
         True
     """
-    if _state.opened is not None and _group_is_open():
+    if _state.opened is not None and group_is_open():
         return _state.opened.world.device
     return _choose_device_here(current_topology(), None)
 
@@ -131,7 +131,8 @@ def current_topology() -> Topology:
     return read_topology(os.environ, os.getpid())
 
 
-def _group_is_open() -> bool:
+def group_is_open() -> bool:
+    """Tell whether a default process group is open here, whoever has opened it."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -260,7 +261,7 @@ def process_group(
         1
     """
     seconds = to_seconds(timeout)
-    if _group_is_open():
+    if group_is_open():
         yield _join_open_group(backend, device)
         return
     topology = current_topology()
@@ -502,7 +503,7 @@ def _close(opened: _Opened) -> None:
     try:
         if channel is not None:
             _await_all_open(channel)
-        if _group_is_open():
+        if group_is_open():
             dist.destroy_process_group()
         if channel is not None:
             channel.leave(Departure(world.rank, _host(), failed=False))
@@ -560,7 +561,7 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
                 opened.world.rank, _host(), True, record.summary, record.traceback
             )
             opened.channel.leave(departure)
-        if _group_is_open():
+        if group_is_open():
             dist.destroy_process_group()
 
     # Both steps can block: the store's process may be stopped, NCCL may wait for queued work.
@@ -604,7 +605,7 @@ def require_group(caller: str) -> bool:
     Raises:
         GroupError: A launcher started several ranks, but no group is open.
     """
-    if _group_is_open():
+    if group_is_open():
         return dist.get_world_size() > 1
     topology = current_topology()
     if topology.world_size == 1:

@@ -57,9 +57,8 @@ LENGTH_LIMIT = 2**48
 BLOCK = 2**15
 """How many numbers are computed at once.
 
-Of 2**13 to 2**16 this was the fastest, and it is the most that torch does without its thread pool,
-which ranks and data workers would contend for: with two threads on two busy cores the tables
-for a billion samples took a second instead of 20 milliseconds.
+It is the most that torch does without its thread pool, which ranks and data workers would contend
+for.
 """
 
 _ROUND_PAIRS = 4

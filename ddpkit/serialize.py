@@ -104,7 +104,7 @@ def check_sendable(arguments: Mapping[str, object]) -> None:
         if error is not None:
             path, culprit, error = _find_unsendable(name, value, error)
             raise ConfigError(
-                f"{path} is a {_type_name(culprit)}, which cannot be sent to another process "
+                f"{path} is a {type_name_of(culprit)}, which cannot be sent to another process "
                 f"({type(error).__name__}: {error}). Create it inside the decorated function, or "
                 "pass what it is made from."
             )
@@ -149,7 +149,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}", item) for name, item in vars(value).items())
 
 
-def _type_name(value: object) -> str:
+def type_name_of(value: object) -> str:
+    """Name the type of a value with its module, unless it is built in."""
     kind = type(value)
     return (
         kind.__qualname__
@@ -328,7 +329,7 @@ class ExceptionRecord:
 def record_exception(error: BaseException) -> ExceptionRecord:
     """Describe an exception so that it can be sent, whatever it is made of."""
     return ExceptionRecord(
-        type_name=_type_name(error),
+        type_name=type_name_of(error),
         message=_safe_str(error),
         traceback="".join(
             traceback.format_exception(type(error), error, _from_users_code(error.__traceback__))

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from ddpkit.group import group_is_open
+
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 _OPENBLAS = re.compile(r"/lib[^/]*openblas[^/]*\.so[^/]*$")
 _CUDA_DRIVER = re.compile(r"/libcuda\.so[^/]*$")
@@ -136,7 +138,7 @@ def _facts(
     return ForkFacts(
         platform=sys.platform,
         accelerator_in_use=_accelerator_in_use(libraries or []),
-        group_is_open=torch.distributed.is_available() and torch.distributed.is_initialized(),
+        group_is_open=group_is_open(),
         python_threads=python_threads,
         unpaused_openmp=unpaused,
         native_threads=native_threads,

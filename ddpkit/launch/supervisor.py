@@ -75,17 +75,15 @@ class _Rank:
     def settled(self) -> bool:
         return self.result is not None or self.failure is not None
 
-    def signal_group(self, number: signal.Signals) -> bool:
-        """Signal the rank and its helpers; tell whether there was anybody."""
+    def signal_group(self, number: signal.Signals) -> None:
+        """Signal the rank and its helpers, where there is still anybody."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-            return True
+            return
         if not self.ended:
             # It has not come as far as making a process group of its own.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-                return True
-        return False
 
 
 class Supervisor:
