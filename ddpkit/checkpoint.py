@@ -604,8 +604,8 @@ def _restore(state: Any, into: Mapping[str, Any], loaded: _Loaded, target: str) 
             _restore_one(live, state[key], loaded)
         except Exception as error:
             raise CheckpointError(
-                f"The entry {key!r} of {target} does not fit the {type_name_of(live)} that it should "
-                f"be restored into: {str(error).strip()}",
+                f"The entry {key!r} of {target} does not fit the {type_name_of(live)} that it "
+                f"should be restored into: {str(error).strip()}",
                 path=target,
             ) from error
 
