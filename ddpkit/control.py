@@ -327,6 +327,11 @@ class Channel:
         """Take back that this rank has joined."""
         self.delete(f"member/{self.rank}")
 
+    def is_alone(self) -> bool:
+        """Tell whether every other rank has withdrawn, or never joined."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        return all(self.fetch(f"member/{rank}") is None for rank in others)
+
     def absent(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks have not joined yet."""
         return [rank for rank in ranks if self._member(rank) is None]

@@ -27,6 +27,7 @@ from ddpkit.topology import Topology, is_loopback, read_topology
 DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
 _ERROR_PATH_BOUND = 1.5
+_LAST_WORDS_BOUND = 1.0
 _FAREWELL_BOUND = 30.0
 _OPENED = "opened"
 _NOTICE_AFTER = 3.0
@@ -389,6 +390,8 @@ def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
         # A rank that comes later must not take this one, which has given up, for present.
         with contextlib.suppress(GroupError):
             channel.withdraw()
+            if _must_serve(world):
+                _serve_until(channel.is_alone)
         channel.close()
         raise
     return PrefixStore(label, client), channel
@@ -553,16 +556,16 @@ def _await_farewells(channel: Channel) -> None:
 
 def _close_after_error(opened: _Opened, error: BaseException) -> None:
     """Tell the others, then leave without waiting for anybody."""
+    world, channel = opened.world, opened.channel
 
     def close() -> None:
-        if opened.channel is not None:
+        if channel is not None:
             record = record_exception(error)
-            departure = Departure(
-                opened.world.rank, _host(), True, record.summary, record.traceback
-            )
-            opened.channel.leave(departure)
+            channel.leave(Departure(world.rank, _host(), True, record.summary, record.traceback))
         if group_is_open():
             dist.destroy_process_group()
+        if channel is not None and _must_serve(world):
+            _serve_until(lambda: len(channel.departures()) == world.world_size)
 
     # Both steps can block: the store's process may be stopped, NCCL may wait for queued work.
     closer = threading.Thread(target=_quietly, args=(close,), name="ddpkit-close", daemon=True)
@@ -571,6 +574,13 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
     if closer.is_alive():
         _logger.warning("the process group could not be closed in %.1f s", _ERROR_PATH_BOUND)
     _forget(opened)
+
+
+def _serve_until(ready: Callable[[], bool]) -> None:
+    """Keep the store of this process up for a moment, so that the others learn why it goes."""
+    deadline = time.monotonic() + _LAST_WORDS_BOUND
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _quietly(function: Callable[[], None]) -> None:

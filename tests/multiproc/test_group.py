@@ -277,8 +277,13 @@ def test_agreement_works_in_a_group_that_the_user_has_opened() -> None:
 def test_a_second_group_of_the_users_own_has_a_channel_of_its_own() -> None:
     def function() -> list[int]:
         values = []
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False)
         for start_value in (1, 2):
-            dist.init_process_group("gloo")
+            # Keys of its own for each: over the same keys, torch reads the addresses of the group
+            # before (a second plain init_process_group fails one time in five, with torch alone).
+            keys = dist.PrefixStore(str(start_value), store)
+            dist.init_process_group("gloo", store=keys, rank=get_rank(), world_size=2)
             values.append(broadcast_value(start_value + get_rank()))
             dist.destroy_process_group()
         return values
@@ -317,3 +322,21 @@ def test_a_rank_that_leaves_at_once_waits_for_one_that_is_still_opening() -> Non
         return time.monotonic() - opened
 
     assert min(run_ranks(function, init_group=False)) >= 1.0
+
+
+def test_the_rank_that_serves_the_store_stays_until_the_others_know_why_it_goes() -> None:
+    def function() -> str:
+        try:
+            with process_group():
+                if get_rank() == 0:
+                    raise ValueError("the cause")
+                time.sleep(0.5)  # rank 0 would be gone by now
+                barrier()
+        except (ValueError, PeerError) as error:
+            return f"{type(error).__name__} {error}"
+        return "nothing was raised"
+
+    told = start(function, launcher="environment")
+    assert told[0] == "ValueError the cause"
+    assert told[1].startswith("PeerError")
+    assert "the cause" in told[1]
