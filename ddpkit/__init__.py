@@ -6,7 +6,7 @@ import os
 # has opened it cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from ddpkit.agree import barrier, on_rank0
+from ddpkit.agree import all_ranks, any_rank, barrier, broadcast_value, on_rank0, rank0_first
 from ddpkit.checkpoint import barrier_load, rank0_save
 from ddpkit.console import rank0_print
 from ddpkit.entry import distributed
@@ -28,8 +28,11 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ShardedLoader",
     "World",
+    "all_ranks",
+    "any_rank",
     "barrier",
     "barrier_load",
+    "broadcast_value",
     "ddp",
     "distributed",
     "get_device",
@@ -39,6 +42,7 @@ __all__ = [
     "is_rank0",
     "on_rank0",
     "process_group",
+    "rank0_first",
     "rank0_print",
     "rank0_save",
     "reduce_mean",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class Member:
     """Process id."""
     started: str
     """Start time of the process in clock ticks, so that a recycled id is not taken for it."""
+    node: str = ""
+    """Which node it belongs to; the ranks of one node share the name."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,9 @@ class Channel:
         world_size: Number of ranks.
         label: Name of this world; it is signed with every message.
         secret: Key of the signatures.
-        bound: Seconds after which a store that does not answer is an error.
+        bound: Seconds after which a store that does not answer is an error, and a rank that does
+            not come to a call.
+        node: Name of the node that this rank belongs to.
         heartbeat: Whether to give signs of life, for ranks on other machines.
     """
 
@@ -197,10 +201,12 @@ class Channel:
         label: str,
         secret: bytes,
         bound: float,
+        node: str = "",
         heartbeat: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.bound = bound
         self.calls = 0
         self.leading = ""  # the call whose work this rank does alone at the moment
         self._label = label.encode()
@@ -213,7 +219,7 @@ class Channel:
         self._beat_count = 0
         self._raw = store
         self._thread = _StoreThread(store, bound, self._beat if heartbeat else None)
-        self._publish_member()
+        self._publish_member(node)
 
     # ------------------------------------------------------------------ messages
 
@@ -320,8 +326,8 @@ class Channel:
 
     # ------------------------------------------------------------------ members and departures
 
-    def _publish_member(self) -> None:
-        self.publish(f"member/{self.rank}", dump_value(this_member()))
+    def _publish_member(self, node: str) -> None:
+        self.publish(f"member/{self.rank}", dump_value(replace(this_member(), node=node)))
 
     def withdraw(self) -> None:
         """Take back that this rank has joined."""
@@ -335,6 +341,14 @@ class Channel:
     def absent(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks have not joined yet."""
         return [rank for rank in ranks if self._member(rank) is None]
+
+    def nodes(self) -> list[list[int]]:
+        """Which ranks are on one node together, once all have joined; rank 0's node is first."""
+        ranks: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            member = self._member(rank)
+            ranks.setdefault(member.node if member is not None else "", []).append(rank)
+        return list(ranks.values())
 
     def _member(self, rank: int) -> Member | None:
         if rank not in self._members:
@@ -408,6 +422,19 @@ class Channel:
             pause = min(pause * 1.5, _longest_pause(waited))
         return True
 
+    def check_processes(self) -> None:
+        """Raise `PeerError` if the process of another rank has ended without leaving the group."""
+        self._check_alive(
+            lambda: False, [rank for rank in range(self.world_size) if rank != self.rank]
+        )
+
+    def check_joined(self) -> None:
+        """Raise `PeerError` if a rank that has joined has ended since, as far as is seen here."""
+        gone = [rank for rank, member in self._members.items() if is_gone(member)]
+        if gone:
+            self._check_departures(lambda: False, lambda: gone)  # these tell the reason
+            self._check_alive(lambda: False, gone)
+
     def _check_departures(
         self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]
     ) -> None:
@@ -432,7 +459,7 @@ class Channel:
         for rank in awaited:
             member = self._member(rank)
             # What a rank wrote just before its end counts, so ask again after the evidence.
-            if member is None or not self._is_lost(rank, member) or ready() or self.departures():
+            if member is None or not self._is_lost(rank, member) or ready() or self._has_left(rank):
                 continue
             raise PeerError(
                 f"[rank {self.rank}/{self.world_size}] Rank {rank} (process {member.pid} on "
@@ -440,6 +467,9 @@ class Channel:
                 "nobody stopped it, the kernel's out-of-memory killer is the usual cause.",
                 rank=rank,
             )
+
+    def _has_left(self, rank: int) -> bool:
+        return any(departure.rank == rank for departure in self.departures())
 
     def _is_lost(self, rank: int, member: Member) -> bool:
         if member.machine == _machine():

@@ -140,7 +140,9 @@ def distributed(
     device: str | torch.device | None = ...,
     timeout: float | timedelta = ...,
     start_method: str = ...,
+    time_limit: float | timedelta | None = ...,
     shutdown_grace: float = ...,
+    log_dir: str | os.PathLike[str] | None = ...,
     init_group: bool = ...,
 ) -> DistributedFunction[P, R]: ...
 
@@ -153,7 +155,9 @@ def distributed(
     device: str | torch.device | None = ...,
     timeout: float | timedelta = ...,
     start_method: str = ...,
+    time_limit: float | timedelta | None = ...,
     shutdown_grace: float = ...,
+    log_dir: str | os.PathLike[str] | None = ...,
     init_group: bool = ...,
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
 
@@ -164,6 +168,11 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
     Inside a rank the function simply runs. Under torchrun, or with hand-set variables, the call
     opens the process group and runs the function in this process. Otherwise it starts ranks on
     this machine; with one rank the function runs in the calling process.
+
+    While ranks run, Ctrl-C, SIGTERM and SIGHUP stop them first (SIGTERM, `shutdown_grace`, SIGKILL;
+    a second signal ends the grace) and then do what they would have done: Ctrl-C raises one
+    KeyboardInterrupt, SIGTERM ends the program or runs its handler. What was ignored, as under
+    nohup, stays ignored; Ctrl-Z stops the ranks, too. A signal to one rank is that rank's own.
 
     Args:
         function: What to decorate.
@@ -176,8 +185,14 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
             - timeout: Bound of rendezvous and collectives in seconds. Default: 600.
             - start_method: `auto` (fork when that is safe, else forkserver), `fork`, `forkserver`
               or `spawn`. Default: `auto`.
+            - time_limit: Seconds, or a timedelta, that the whole call may take; then the ranks are
+              stopped, and a `WorkerTimeoutError` says where each was. A single rank, and a rank of
+              a launcher, runs in this process: it is interrupted in Python code, and when a
+              blocked call in C returns. Default: no limit.
             - shutdown_grace: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
               Default: 5.
+            - log_dir: Folder for a file `rank-N.log` for each rank, to which its standard output
+              and error are appended; rank 0's are shown on the terminal, too. Default: no files.
             - init_group: Whether to open the process group. False starts the ranks and sets their
               variables, for a function that calls `init_process_group` itself. Default: True.
 
@@ -221,9 +236,11 @@ def make_options(**given: Any) -> Options:
         raise ConfigError(
             f"nproc_per_node={nproc!r} was given, but it must be at least 1, or None."
         )
+    time_limit = to_seconds(options.time_limit, name="time_limit")
     if options.shutdown_grace < 0:
         raise ConfigError(f"shutdown_grace={options.shutdown_grace!r} must not be negative.")
-    return replace(options, timeout=to_seconds(options.timeout) or DEFAULT_TIMEOUT)
+    timeout = to_seconds(options.timeout) or DEFAULT_TIMEOUT
+    return replace(options, timeout=timeout, time_limit=time_limit)
 
 
 # ------------------------------------------------------------------------------ pure decisions
@@ -305,6 +322,26 @@ def _check_devices(nproc: int, options: Options) -> None:
 
 def _run_alone(job: Job) -> Any:
     """Run in this process, as a world of one."""
+    with _limited_and_logged(job, Topology(), end_after=None):
+        return _call_alone(job)
+
+
+@contextlib.contextmanager
+def _limited_and_logged(job: Job, place: Topology, end_after: float | None) -> Iterator[None]:
+    """Apply the options that a parent applies to the ranks that it starts."""
+    options = job.options
+    if options.time_limit is None and options.log_dir is None:
+        yield
+        return
+    from ddpkit.launch.deadline import time_limit
+    from ddpkit.launch.output import logged_here
+
+    limit = time_limit(options.time_limit, name=job.name, rank=place.rank, end_after=end_after)
+    with logged_here(options.log_dir, place.rank, place.world_size, job.name), limit:
+        yield
+
+
+def _call_alone(job: Job) -> Any:
     options = job.options
     if options.init_group:
         with process_group(options.backend, timeout=options.timeout, device=options.device):
@@ -329,7 +366,11 @@ def _run_under_launcher(job: Job, *, gather: bool = False) -> Any:
             "nproc_per_node=%s is ignored: %s started %d ranks on this node",
             *(job.options.nproc_per_node, topology.source, topology.local_world_size),
         )
-    with _recorded_for_torchrun(topology), _divided_threads(topology):
+    with (
+        _recorded_for_torchrun(topology),
+        _divided_threads(topology),
+        _limited_and_logged(job, topology, end_after=job.options.shutdown_grace),
+    ):
         if not job.options.init_group:
             value = job()
             return _gather_values(job, value) if gather else value

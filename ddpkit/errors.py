@@ -57,11 +57,13 @@ class RankFailure:
     host: str
     """Host name of the machine that the rank ran on."""
     kind: str
-    """`exception`, `transport` (a collective failed), `peer`, `exit`, `signal` or `unsendable`."""
+    """What it is: `exception`; `group` (a GroupError); `transport` (a collective failed) or `peer`
+    (PeerError), which are likely consequences; `exit` or `signal` (how the process ended); or
+    `stopped` (it was at work when the launch was ended because of another rank or of time)."""
     summary: str
-    """One line: exception type and message, or how the process ended."""
+    """One line: exception type and message, how the process ended, or where it was."""
     traceback: str = ""
-    """Text of the remote traceback, empty where the process ended without one."""
+    """Text of the remote traceback, or of the stacks of a rank that was stopped; else empty."""
     exit_code: int | None = None
     """Exit status of the process, where it ended by one."""
     signal_name: str | None = None
@@ -79,7 +81,8 @@ class WorkerError(DdpkitError, RuntimeError):
         exit_code: Exit status of its process, or None.
         signal_name: Name of the signal that ended it, or None.
         traceback: Text of its traceback, or an empty string.
-        failures: One `RankFailure` for every rank that failed, root cause first.
+        failures: One `RankFailure` for every rank that did not deliver its result, the root cause
+            first.
     """
 
     def __init__(

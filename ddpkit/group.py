@@ -23,6 +23,7 @@ from ddpkit.control import SECRET_VARIABLE, Channel, Departure
 from ddpkit.errors import ConfigError, GroupError, PeerError
 from ddpkit.serialize import record_exception
 from ddpkit.topology import Topology, is_loopback, read_topology
+from ddpkit.watch import PeerWatch
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
@@ -30,6 +31,7 @@ _ERROR_PATH_BOUND = 1.5
 _LAST_WORDS_BOUND = 1.0
 _FAREWELL_BOUND = 30.0
 _OPENED = "opened"
+_WATCHED_SOURCES = ("ddpkit", "torchrun")  # a parent or an agent watches the ranks of these
 _NOTICE_AFTER = 3.0
 
 _logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class _Opened:
 
     world: World
     channel: Channel | None
+    watch: PeerWatch | None = None
 
 
 @dataclass
@@ -245,8 +248,8 @@ def process_group(
     Args:
         backend: Name of a torch.distributed backend. Default: gloo for the CPU; the
             accelerator's own with gloo beside it otherwise.
-        timeout: Bound of the rendezvous and of collectives, in seconds or as a timedelta. Default:
-            600 seconds.
+        timeout: Bound of the rendezvous, of collectives, and of waits for a rank to come to a call
+            such as `barrier` or `on_rank0`, in seconds or as a timedelta. Default: 600 seconds.
         device: Device of this rank. Default: its accelerator, or the CPU.
 
     Yields:
@@ -279,11 +282,11 @@ def process_group(
             _close(opened)
 
 
-def to_seconds(timeout: float | timedelta | None) -> float | None:
+def to_seconds(given: float | timedelta | None, *, name: str = "timeout") -> float | None:
     """Convert a time argument to seconds, checking that it is positive."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if seconds is not None and not seconds > 0:
-        raise ConfigError(f"timeout={timeout!r} was given, but it must be more than 0 seconds.")
+        raise ConfigError(f"{name}={given!r} was given, but it must be more than 0 seconds.")
     return seconds
 
 
@@ -360,6 +363,8 @@ def _open(world: World, timeout: float) -> _Opened:
         raise
     if channel is not None:
         channel.add(_OPENED, 1)
+        if world.source not in _WATCHED_SOURCES:
+            opened.watch = PeerWatch(channel)
     _logger.info(
         "[rank %d/%d] local rank %d of %d on node %d of %d (read from: %s), device %s, backend %s",
         *(world.rank, world.world_size, world.local_rank, world.local_world_size),
@@ -386,6 +391,7 @@ def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
     channel = open_channel(PrefixStore(f"{label}/control", side), world, label, timeout)
     try:
         _await_members(channel, world, deadline, timeout)
+        channel.check_joined()  # torch would wait for one that has ended until its time-out
     except BaseException:
         # A rank that comes later must not take this one, which has given up, for present.
         with contextlib.suppress(GroupError):
@@ -439,6 +445,8 @@ def open_channel(store: Store, world: World, label: str, bound: float) -> Channe
         label=label,
         secret=_secret(),
         bound=bound,
+        # Variables that do not belong to the group tell of no nodes; then each host is one.
+        node=_host() if world.source == "group" else str(world.node_rank),
         heartbeat=world.source != "ddpkit",
     )
 
@@ -470,7 +478,7 @@ def _await_members(channel: Channel, world: World, deadline: float, timeout: flo
 
     arrived = channel.wait(
         everyone_is_here,
-        lambda: missing,
+        lambda: others,  # one that is here already may end before the last one comes
         timeout=deadline - time.monotonic(),
         notice_after=_NOTICE_AFTER,
         notice=notice,
@@ -503,6 +511,7 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 
 def _close(opened: _Opened) -> None:
     world, channel = opened.world, opened.channel
+    _stop_watching(opened)
     try:
         if channel is not None:
             _await_all_open(channel)
@@ -557,6 +566,7 @@ def _await_farewells(channel: Channel) -> None:
 def _close_after_error(opened: _Opened, error: BaseException) -> None:
     """Tell the others, then leave without waiting for anybody."""
     world, channel = opened.world, opened.channel
+    _stop_watching(opened)
 
     def close() -> None:
         if channel is not None:
@@ -574,6 +584,11 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
     if closer.is_alive():
         _logger.warning("the process group could not be closed in %.1f s", _ERROR_PATH_BOUND)
     _forget(opened)
+
+
+def _stop_watching(opened: _Opened) -> None:
+    if opened.watch is not None:
+        opened.watch.stop()
 
 
 def _serve_until(ready: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,9 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     start_method: str = "auto",
+    time_limit: float | None = None,
     shutdown_grace: float = 1.0,
+    log_dir: str | os.PathLike[str] | None = None,
     init_group: bool = True,
 ) -> list[R]:
     """Run a function on several CPU ranks and return one value for each.
@@ -32,7 +35,9 @@ def run_ranks(
         kwargs: Keyword arguments, the same on all ranks.
         timeout: Bound of rendezvous and collectives in seconds.
         start_method: As for `distributed`.
+        time_limit: As for `distributed`.
         shutdown_grace: As for `distributed`.
+        log_dir: As for `distributed`.
         init_group: As for `distributed`.
 
     Returns:
@@ -52,7 +57,9 @@ def run_ranks(
         device="cpu",
         timeout=timeout,
         start_method=start_method,
+        time_limit=time_limit,
         shutdown_grace=shutdown_grace,
+        log_dir=log_dir,
         init_group=init_group,
     )
     return launched.run_all(*args, **(kwargs or {}))

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import sys
 import warnings
@@ -33,7 +34,9 @@ class Options:
     device: str | torch.device | None = None
     timeout: float = 600.0
     start_method: str = "auto"
+    time_limit: float | None = None
     shutdown_grace: float = 5.0
+    log_dir: str | os.PathLike[str] | None = None
     init_group: bool = True
 
 
@@ -46,6 +49,11 @@ class Job:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     nproc: int = 1
     options: Options = Options()
+
+    @property
+    def name(self) -> str:
+        """Name of the function, for messages."""
+        return getattr(self.function, "__qualname__", repr(self.function))
 
     def check_arguments(self) -> None:
         """Raise ConfigError when an argument cannot be sent, under every start method alike."""

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 CHECKED_IN = b"I"
+USED_COMPILER = b"C"
 RETURNED = b"R"
 FAILED = b"F"
 GO = b"G"

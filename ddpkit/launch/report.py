@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from signal import Signals
 from typing import NoReturn
 
-from ddpkit.errors import GroupError, PeerError, RankFailure, WorkerError
+from ddpkit.errors import GroupError, PeerError, RankFailure, WorkerError, WorkerTimeoutError
+from ddpkit.group import name_ranks
 from ddpkit.serialize import ExceptionRecord, record_exception
 
 _CONSEQUENCES = frozenset({"transport", "peer"})
+_MOST_LINES = 16
 # Where an error of a collective surfaces: in torch.distributed, in DDP, or in the backward pass
 # that DDP reduces in. Its text is no evidence, for gloo has many.
 _TRANSPORT_PLACES = (
@@ -31,6 +35,16 @@ class Failure:
     info: RankFailure
     record: ExceptionRecord | None = None
     system_exit: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where a rank was."""
+
+    place: str
+    """One line, such as `barrier at train.py:41`."""
+    text: str = ""
+    """The stacks of its threads, the main one first; empty where it did not answer."""
 
 
 def failure_of_exception(rank: int, error: BaseException) -> Failure:
@@ -60,12 +74,17 @@ def failure_of_unsendable(rank: int, value: object, error: Exception) -> Failure
     return failure_of_exception(rank, problem)
 
 
-def failure_of_end(rank: int, exit_code: int | None) -> Failure:
-    """Describe a rank whose process ended without a result; called in the parent."""
+def failure_of_end(rank: int, exit_code: int | None, *, out_of_memory: bool = False) -> Failure:
+    """Describe a rank whose process ended without a result; called in the parent.
+
+    Args:
+        rank: Global rank.
+        exit_code: As multiprocessing gives it: the negative number of a signal that ended it.
+        out_of_memory: Whether the kernel ran out of memory meanwhile.
+    """
     signal_name = _signal_name(exit_code)
     if signal_name is not None:
-        hint = " (the kernel's out-of-memory killer is the usual cause)"
-        summary = f"killed by {signal_name}{hint if signal_name == 'SIGKILL' else ''}"
+        summary = f"killed by {signal_name}{_memory_hint(signal_name, out_of_memory)}"
         code = None
     else:
         summary = f"ended with exit code {exit_code} without returning"
@@ -80,6 +99,23 @@ def failure_of_end(rank: int, exit_code: int | None) -> Failure:
         time=time.monotonic(),
     )
     return Failure(info)
+
+
+def _memory_hint(signal_name: str, out_of_memory: bool) -> str:
+    if signal_name != "SIGKILL":
+        return ""
+    if out_of_memory:
+        return " (memory ran out: the kernel's out-of-memory killer struck at that time)"
+    return " (if nobody did that, the kernel's out-of-memory killer is the usual cause)"
+
+
+def count_memory_kills() -> int:
+    """How often the kernel of this machine has killed for want of memory; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _signal_name(exit_code: int | None) -> str | None:
@@ -106,7 +142,7 @@ def classify(error: BaseException) -> str:
         return "exit"
     if isinstance(error, RuntimeError) and _is_transport(error):
         return "transport"
-    return "exception"
+    return "group" if isinstance(error, GroupError) else "exception"
 
 
 def _is_transport(error: RuntimeError) -> bool:
@@ -135,13 +171,40 @@ def is_consequence(failure: Failure) -> bool:
     return failure.info.kind in _CONSEQUENCES
 
 
+def is_about_others(failure: Failure) -> bool:
+    """Tell whether a failure speaks of other ranks, so that one wants to know where they are."""
+    return is_consequence(failure) or failure.info.kind == "group"
+
+
 def order_by_cause(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures: the root cause first, by kind and then by time."""
     return sorted(failures, key=lambda failure: (is_consequence(failure), failure.info.time))
 
 
-def describe(failures: Sequence[Failure], world_size: int, name: str) -> str:
-    """Write the text that a person reads.
+def failures_of_unfinished(
+    unfinished: Mapping[int, Stack | None], *, reason: str
+) -> list[RankFailure]:
+    """Describe the ranks that were at work when the launch ended.
+
+    Args:
+        unfinished: Where each of them was, None where nobody asked.
+        reason: Why they were stopped.
+    """
+    return [
+        RankFailure(
+            rank=rank,
+            host=socket.gethostname(),
+            kind="stopped",
+            summary=stack.place if stack is not None else f"stopped {reason}",
+            traceback=stack.text if stack is not None else "",
+            time=time.monotonic(),
+        )
+        for rank, stack in sorted(unfinished.items())
+    ]
+
+
+def describe(failures: Sequence[RankFailure], world_size: int, name: str) -> str:
+    """Write the text that a person reads: what else happened first, the root cause last, once.
 
     Args:
         failures: Root cause first.
@@ -149,18 +212,58 @@ def describe(failures: Sequence[Failure], world_size: int, name: str) -> str:
         name: Name of the function that they ran.
     """
     root, *others = failures
+    tag = f"[rank {root.rank}/{world_size}]"
     lines = [
-        f"Rank {root.info.rank} of {world_size} running {name}() on {root.info.host} failed: "
-        f"{root.info.summary}"
+        f"{tag} failed on {root.host} while it ran {name}().",
+        *(f"  {line}" for line in fold(others)),
+        *(
+            f"  rank {other.rank} was here: {other.summary}"
+            for other in others
+            if _has_place(other)
+        ),
     ]
-    lines += [
-        f"  also [rank {other.info.rank}/{world_size}]: {_first_line(other.info.summary)}"
-        for other in others
+    return "\n".join([*lines, _tagged(tag, root.traceback or root.summary)])
+
+
+def _tagged(tag: str, text: str) -> str:
+    return "\n".join(f"{tag} {line}" for line in text.rstrip().splitlines())
+
+
+def _has_place(failure: RankFailure) -> bool:
+    return failure.kind == "stopped" and bool(failure.traceback)
+
+
+def fold(failures: Sequence[RankFailure]) -> list[str]:
+    """Say in a line for each kind of failure which ranks it concerns, and what the first one said.
+
+    Args:
+        failures: All but the root cause.
+    """
+    alike: dict[str, list[RankFailure]] = {}
+    for failure in failures:
+        if not _has_place(failure):
+            alike.setdefault(_likeness(failure), []).append(failure)
+    lines = [
+        f"{name_ranks(sorted(each.rank for each in those))}: {_first_line(those[0].summary)}"
+        f"{' (a consequence)' if those[0].kind in _CONSEQUENCES else ''}"
+        for those in alike.values()
     ]
-    if root.info.traceback:
-        tagged = root.info.traceback.rstrip().replace("\n", f"\n[rank {root.info.rank}] ")
-        lines += ["", f"[rank {root.info.rank}] {tagged}"]
-    return "\n".join(lines)
+    left_out = len(lines) - _MOST_LINES
+    return lines if left_out <= 0 else [*lines[:_MOST_LINES], f"and {left_out} more, in .failures"]
+
+
+def _likeness(failure: RankFailure) -> str:
+    """What failures have in common that one line tells of; transport texts name their own peer."""
+    line = _first_line(failure.summary)
+    return line.partition(":")[0] if failure.kind in _CONSEQUENCES else line
+
+
+def describe_places(unfinished: Mapping[int, Stack | None]) -> str:
+    """Say on one line where ranks were: `rank 0: barrier at train.py:41; rank 1: ...`."""
+    return "; ".join(
+        f"rank {rank}: {stack.place if stack is not None else 'unknown'}"
+        for rank, stack in sorted(unfinished.items())
+    )
 
 
 def _first_line(text: str) -> str:
@@ -178,13 +281,19 @@ def common_exit(failures: Sequence[Failure], world_size: int) -> SystemExit | No
     return error if isinstance(error, SystemExit) else SystemExit(codes.pop())
 
 
-def raise_failure(failures: Sequence[Failure], world_size: int, name: str) -> NoReturn:
+def raise_failure(
+    failures: Sequence[Failure],
+    world_size: int,
+    name: str,
+    unfinished: Mapping[int, Stack | None] | None = None,
+) -> NoReturn:
     """Raise the original exception of the root cause, with a WorkerError as its cause.
 
     Args:
         failures: All failures of the launch, in any order, at least one.
         world_size: Number of ranks that were started.
         name: Name of the function that they ran.
+        unfinished: The ranks that were stopped because of it, with their places where known.
 
     Raises:
         BaseException: The original exception where it can be rebuilt.
@@ -193,19 +302,46 @@ def raise_failure(failures: Sequence[Failure], world_size: int, name: str) -> No
     common = common_exit(failures, world_size)
     if common is not None:
         raise common
-    ordered = order_by_cause(failures)
-    root = ordered[0]
+    root, *others = order_by_cause(failures)
+    everybody = (
+        root.info,
+        *(other.info for other in others),
+        *failures_of_unfinished(unfinished or {}, reason=f"after rank {root.info.rank} had failed"),
+    )
     worker_error = WorkerError(
-        describe(ordered, world_size, name),
+        describe(everybody, world_size, name),
         rank=root.info.rank,
         host=root.info.host,
         exit_code=root.info.exit_code,
         signal_name=root.info.signal_name,
         traceback=root.info.traceback,
-        failures=tuple(failure.info for failure in ordered),
+        failures=everybody,
     )
     error = root.record.rebuild() if root.record is not None and not root.system_exit else None
     if error is None:
         raise worker_error
     worker_error.__cause__ = error.__cause__ or error.__context__
     raise error from worker_error
+
+
+def raise_timeout(
+    failures: Sequence[Failure],
+    unfinished: Mapping[int, Stack | None],
+    name: str,
+    time_limit: float,
+) -> NoReturn:
+    """Raise the error of a launch whose time limit has passed, with the stacks of its ranks."""
+    stacks = {rank: stack.text for rank, stack in unfinished.items() if stack is not None}
+    everybody = (
+        *(failure.info for failure in order_by_cause(failures)),
+        *failures_of_unfinished(unfinished, reason="at the time limit"),
+    )
+    tagged = "\n".join(_tagged(f"[rank {rank}]", text) for rank, text in stacks.items() if text)
+    raise WorkerTimeoutError(
+        f"{name}() did not end within its time_limit of {time_limit:g} s: "
+        f"{describe_places(unfinished) or 'no rank had started'}\n{tagged}",
+        stacks=stacks,
+        rank=min(unfinished, default=-1),
+        host=socket.gethostname(),
+        failures=everybody,
+    )

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
+import math
 import multiprocessing
+import signal
+import time
 import warnings
 from typing import Any, cast
 
 from ddpkit.errors import ConfigError, WorkerError
 from ddpkit.launch import forksafe
 from ddpkit.launch.job import Job
-from ddpkit.launch.report import raise_failure
-from ddpkit.launch.supervisor import CheckInError, StartMethod, Supervisor
+from ddpkit.launch.output import RankLogs
+from ddpkit.launch.report import raise_failure, raise_timeout
+from ddpkit.launch.signals import SignalWatch
+from ddpkit.launch.supervisor import CheckInError, Outcome, StartMethod, Supervisor
 from ddpkit.serialize import load_value
 
+_COMPILER = "torch._dynamo"
+
 _logger = logging.getLogger(__name__)
+
+
+class _Experience:
+    """What earlier launches of this program have shown."""
+
+    ranks_use_compiler = False
 
 
 def launch(job: Job) -> list[Any]:
@@ -27,36 +42,85 @@ def launch(job: Job) -> list[Any]:
         One value for each rank.
 
     Raises:
-        ConfigError: Something cannot be sent, or the start method cannot be used; no process was
-            started then.
+        ConfigError: Something cannot be sent or written, or the start method cannot be used; no
+            process was started then.
         BaseException: What the rank raised that failed first, with a WorkerError as its cause.
         WorkerError: A rank ended without an exception that could be rebuilt.
+        WorkerTimeoutError: The time limit passed.
+        KeyboardInterrupt: Ctrl-C was pressed; the ranks have ended.
     """
+    limit = job.options.time_limit
+    deadline = math.inf if limit is None else time.monotonic() + limit
     job.check_arguments()
     method = _choose_start_method(job.options.start_method)
-    results, failures = _run(job, method)
-    if failures:
-        name = getattr(job.function, "__qualname__", repr(job.function))
-        raise_failure(failures, job.nproc, name)
-    return [_load_result(data, rank) for rank, data in enumerate(results)]
+    launching = _Launch(job, deadline)
+    outcome = launching.run(method)
+    if outcome.interrupted:
+        launching.watch.pass_on()
+        raise _stopped_by_signal(launching.watch, job)
+    if outcome.timed_out:
+        assert limit is not None
+        raise_timeout(outcome.failures, outcome.unfinished, job.name, limit)
+    if outcome.failures:
+        raise_failure(outcome.failures, job.nproc, job.name, outcome.unfinished)
+    _Experience.ranks_use_compiler |= outcome.used_compiler
+    return [_load_result(data, rank) for rank, data in enumerate(outcome.results)]
 
 
-def _run(job: Job, method: StartMethod) -> Any:
-    try:
-        return Supervisor(job, method).run()
-    except CheckInError as error:
-        if method != "fork" or job.options.start_method == "fork":
-            raise WorkerError(
-                f"The ranks could not be started by {method!r}: {error}. Nothing of the function "
-                "has run."
-            ) from error
-        warnings.warn(
-            f"A forked rank hung before it ran anything ({error}), so the ranks are started by "
-            "forkserver instead. Set start_method='forkserver' to go there at once.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-    return Supervisor(job, "forkserver").run()
+class _Launch:
+    """The attempts to start one job, and what they share."""
+
+    def __init__(self, job: Job, deadline: float) -> None:
+        self._job = job
+        self._deadline = deadline
+        self._supervisor: Supervisor | None = None
+        self.watch = SignalWatch(self._signal_ranks)
+
+    def run(self, method: StartMethod) -> Outcome:
+        """Run the job, starting over where a fork turns out to hang."""
+        with self.watch:
+            return self._run(method)
+
+    def _run(self, method: StartMethod) -> Outcome:
+        if method == "fork" and _Experience.ranks_use_compiler:
+            # Once here, so that not every rank of every launch pays for it again: 1.2 s each.
+            importlib.import_module(_COMPILER)
+        try:
+            return self._attempt(method)
+        except CheckInError as error:
+            if method != "fork" or self._job.options.start_method == "fork":
+                raise WorkerError(
+                    f"The ranks could not be started by {method!r}: {error}. Nothing of the "
+                    "function has run."
+                ) from error
+            warnings.warn(
+                f"A forked rank hung before it ran anything ({error}), so the ranks are started "
+                "by forkserver instead. Set start_method='forkserver' to go there at once.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        return self._attempt("forkserver")
+
+    def _attempt(self, method: StartMethod) -> Outcome:
+        job = self._job
+        with contextlib.closing(RankLogs(job.options.log_dir, job.nproc, job.name)) as logs:
+            self._supervisor = Supervisor(
+                job, method, deadline=self._deadline, watch=self.watch, logs=logs
+            )
+            return self._supervisor.run()
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        if self._supervisor is not None:
+            self._supervisor.signal_all(number)
+
+
+def _stopped_by_signal(watch: SignalWatch, job: Job) -> WorkerError:
+    """The error for a caller whose own handler has let the program go on."""
+    name = watch.received[0].name
+    return WorkerError(
+        f"{job.name}() was stopped, because this program got {name} while its ranks ran.",
+        signal_name=name,
+    )
 
 
 def _choose_start_method(requested: str) -> StartMethod:

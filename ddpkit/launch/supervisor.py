@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import multiprocessing
 import os
@@ -12,22 +11,30 @@ import secrets
 import selectors
 import signal
 import socket
-import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, spawn
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from ddpkit import store as stores
 from ddpkit import threads
-from ddpkit.launch import pipe
+from ddpkit.launch import pipe, signals, stacks
 from ddpkit.launch.job import Job, encode
-from ddpkit.launch.report import Failure, failure_of_end, is_consequence
-from ddpkit.launch.worker import InheritedStreams, RankSpec, run_forked, run_fresh
+from ddpkit.launch.output import RankLogs, StandardStreams
+from ddpkit.launch.process import RankProcess, adopt, open_pid
+from ddpkit.launch.report import (
+    Failure,
+    Stack,
+    count_memory_kills,
+    failure_of_end,
+    is_about_others,
+    is_consequence,
+)
+from ddpkit.launch.worker import ForkState, Links, RankSpec, run_forked, run_fresh
 from ddpkit.serialize import load_value
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -45,132 +52,167 @@ _PRELOAD = [
     "ddpkit.launch.worker",
 ]
 
-_logger = logging.getLogger(__name__)
+# A fork has one thread, and its child must not find this taken; so it is not for forks.
+_starting = threading.Lock()
 
 
 class CheckInError(Exception):
     """A started rank did not come as far as user code."""
 
 
-@dataclass
-class _Rank:
-    """One started process and what is known of it."""
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
 
-    rank: int
-    process: BaseProcess
-    link: connection.Connection
-    reader: pipe.Reader
-    exit_fd: int | None
-    checked_in: bool = False
-    result: bytes | None = None
-    failure: Failure | None = None
-    ended: bool = False
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    @property
-    def settled(self) -> bool:
-        return self.result is not None or self.failure is not None
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signal the rank and its helpers, where there is still anybody."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-            return
-        if not self.ended:
-            # It has not come as far as making a process group of its own.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+    results: list[bytes]
+    """The encoded results by rank; complete when nothing below says otherwise."""
+    failures: list[Failure] = field(default_factory=list)
+    """What is known of the ranks that failed."""
+    unfinished: dict[int, Stack | None] = field(default_factory=dict)
+    """The ranks that were stopped, with the place where they were if it was asked for."""
+    timed_out: bool = False
+    """Whether the time limit of the launch had passed."""
+    interrupted: bool = False
+    """Whether a signal asked this program to end."""
+    used_compiler: bool = False
+    """Whether a rank has imported torch's compiler."""
 
 
 class Supervisor:
-    """One launch of one job by one start method."""
+    """One launch of one job by one start method.
 
-    def __init__(self, job: Job, method: StartMethod) -> None:
+    Args:
+        job: What to run.
+        method: How to start the ranks.
+        deadline: Monotonic time at which the launch has to be over.
+        watch: Notes the signals that this program gets.
+        logs: Where the output of the ranks goes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        method: StartMethod,
+        *,
+        deadline: float,
+        watch: signals.SignalWatch,
+        logs: RankLogs,
+    ) -> None:
         self._job = job
         self._method = method
+        self._deadline = deadline
+        self._watch_for = watch
+        self._logs = logs
         self._call = None if method == "fork" else encode(job)
         self._secret = secrets.token_bytes(32)
-        self._ranks: list[_Rank] = []
+        self._memory_kills = count_memory_kills()
+        self._ranks: list[RankProcess] = []
+        self._unfinished: dict[int, Stack | None] = {}
+        self._timed_out = False
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._store: Any = None
         self._stopping = False
 
-    def run(self) -> tuple[list[bytes], list[Failure]]:
+    def run(self) -> Outcome:
         """Run the job on all ranks.
-
-        Returns:
-            The encoded results by rank, which are complete when the list of failures is empty.
 
         Raises:
             CheckInError: A rank did not check in; no user code has run.
         """
+        self._selector.register(self._watch_for.fileno(), selectors.EVENT_READ)
         try:
             self._start()
-            self._await_check_in()
-            self._watch()
+            if self._await_check_in():
+                self._watch()
+            self._note_unfinished()
         finally:
             self._stop()
-        failures = [rank.failure for rank in self._ranks if rank.failure is not None]
-        return [rank.result or b"" for rank in self._ranks], failures
+        return Outcome(
+            results=[rank.result or b"" for rank in self._ranks],
+            failures=[rank.failure for rank in self._ranks if rank.failure is not None],
+            unfinished=self._unfinished,
+            timed_out=self._timed_out,
+            interrupted=self._is_interrupted(),
+            used_compiler=any(rank.used_compiler for rank in self._ranks),
+        )
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Signal every rank and its helpers."""
+        for rank in self._ranks:
+            rank.signal_group(number)
 
     # ------------------------------------------------------------------ starting
 
     def _start(self) -> None:
         self._listener = stores.listen()
         for rank in range(self._job.nproc):
+            if self._is_interrupted():
+                return
             self._start_rank(rank)
-        # Only now, so that a fork does not find the threads of the server.
+        # Only now, so that a fork finds neither the threads of the server nor that of the logs.
         self._store = stores.serve(self._listener, self._job.options.timeout)
+        self._logs.start_copying()
 
     def _start_rank(self, rank: int) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=True)
-        try:
-            process = self._make_process(rank, ours, theirs)
-            self._start_process(process)
-        finally:
-            theirs.close()
-        started = _Rank(rank, process, ours, pipe.Reader(ours.fileno()), _open_pid(process))
+        stacks_reader, stacks_writer = multiprocessing.Pipe(duplex=False)
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            stack.callback(stacks_writer.close)
+            links = Links(theirs, stacks_writer)
+            process = self._start_process(rank, links, (ours, stacks_reader))
+        reader = pipe.Reader(ours.fileno())
+        started = RankProcess(rank, process, ours, stacks_reader, reader, open_pid(process))
         self._ranks.append(started)
         self._selector.register(ours.fileno(), selectors.EVENT_READ, started)
         if started.exit_fd is not None:
             self._selector.register(started.exit_fd, selectors.EVENT_READ, started)
 
-    def _make_process(
-        self, rank: int, ours: connection.Connection, theirs: connection.Connection
+    def _start_process(
+        self, rank: int, links: Links, ours: tuple[connection.Connection, ...]
     ) -> BaseProcess:
-        context = multiprocessing.get_context(self._method)
-        spec = self._spec(rank)
-        target: Callable[..., None]
+        streams = self._logs.streams(rank)
         if self._method == "fork":
-            inherited = (*(other.link.fileno() for other in self._ranks), ours.fileno())
-            inherited += tuple(other.exit_fd for other in self._ranks if other.exit_fd is not None)
-            assert self._listener is not None
-            target = run_forked
-            args: tuple[Any, ...] = (
-                spec, theirs, self._job, (*inherited, self._listener.fileno()), random.getstate(),
-            )  # fmt: skip
-        else:
-            target = run_fresh
-            args = (spec, theirs, self._call, _streams(self._method))
+            with signals.blocked() as mask:
+                state = ForkState(self._descriptors_of_parent(ours), random.getstate(), mask)
+                return self._start_one(rank, run_forked, links, streams, self._job, state)
+        if streams is None and self._method == "forkserver":
+            streams = StandardStreams()  # a forkserver's own are those of the time it started
+        with _starting, _main_module_hidden():
+            return self._start_one(rank, run_fresh, links, streams, self._call)
+
+    def _start_one(self, rank: int, target: Callable[..., None], *args: Any) -> BaseProcess:
+        context = multiprocessing.get_context(self._method)
         if self._method == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
         name = f"ddpkit-rank-{rank}"
-        return cast(BaseProcess, context.Process(target=target, args=args, name=name))  # type: ignore[attr-defined]
-
-    def _start_process(self, process: BaseProcess) -> None:
-        # A fork goes on with whatever is in force here, so nothing is patched for it.
-        hidden = contextlib.nullcontext() if self._method == "fork" else _main_module_hidden()
-        with warnings.catch_warnings(), hidden:
+        process: Any = context.Process(  # type: ignore[attr-defined]
+            target=target, args=(self._spec(rank), *args), name=name
+        )
+        with warnings.catch_warnings():
             # Python 3.12 warns of any fork with threads; which there are has been checked.
             warnings.filterwarnings(
                 "ignore", "This process .* is multi-threaded", DeprecationWarning
             )
             process.start()
+        adopt(process)
+        return cast(BaseProcess, process)
+
+    def _descriptors_of_parent(self, ours: tuple[connection.Connection, ...]) -> tuple[int, ...]:
+        """What a fork inherits and has to close, so that an end of a pipe is seen as one."""
+        assert self._listener is not None
+        connections = [*ours]
+        for rank in self._ranks:
+            connections += [rank.link, rank.stacks]
+        exits = [rank.exit_fd for rank in self._ranks if rank.exit_fd is not None]
+        return (
+            *(each.fileno() for each in connections),
+            *exits,
+            self._listener.fileno(),
+            *self._logs.descriptors(),
+            *self._watch_for.descriptors(),
+        )
 
     def _spec(self, rank: int) -> RankSpec:
         assert self._listener is not None
@@ -185,16 +227,23 @@ class Supervisor:
             environ=dict(os.environ) if self._method == "forkserver" else None,
         )
 
-    def _await_check_in(self) -> None:
-        deadline = time.monotonic() + _CHECK_IN_BOUND[self._method]
-        while not all(rank.checked_in for rank in self._ranks):
-            self._step(deadline - time.monotonic())
+    def _await_check_in(self) -> bool:
+        """Wait until every rank is ready and let all go on, or return False at an early end."""
+        bound = time.monotonic() + _CHECK_IN_BOUND[self._method]
+        while not self._is_over():
+            if all(rank.checked_in for rank in self._ranks):
+                self._let_go_on()
+                return True
+            self._step(min(bound, self._deadline))
             lost = [rank for rank in self._ranks if rank.ended and not rank.checked_in]
             if lost:
                 raise CheckInError(f"rank {lost[0].rank} ended with {lost[0].process.exitcode}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > bound:
                 late = [rank.rank for rank in self._ranks if not rank.checked_in]
                 raise CheckInError(f"ranks {late} did not check in")
+        return False
+
+    def _let_go_on(self) -> None:
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # its end is seen in the next step
                 os.write(rank.link.fileno(), pipe.GO)
@@ -203,16 +252,19 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Until every rank has a result, or one has failed and its cause had time to show."""
-        stop_at: float | None = None
-        while not all(rank.settled for rank in self._ranks):
-            self._step(None if stop_at is None else stop_at - time.monotonic())
-            failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+        stop_at = math.inf
+        while not all(rank.settled for rank in self._ranks) and not self._is_over():
+            self._step(min(stop_at, self._deadline))
+            failures = self._failures()
             if not failures:
                 continue
             now = time.monotonic()
-            stop_at = min(stop_at or math.inf, now + self._bound_after(failures))
+            stop_at = min(stop_at, now + self._bound_after(failures))
             if now >= stop_at:
                 return
+
+    def _failures(self) -> list[Failure]:
+        return [rank.failure for rank in self._ranks if rank.failure is not None]
 
     def _bound_after(self, failures: list[Failure]) -> float:
         """How long the other ranks may go on, in seconds, after these failures."""
@@ -221,19 +273,39 @@ class Supervisor:
             return max(self._job.options.shutdown_grace, _CAUSE_BOUND)
         return _CAUSE_BOUND if all(map(is_consequence, failures)) else 0.0
 
-    def _step(self, timeout: float | None) -> None:
+    def _is_interrupted(self) -> bool:
+        return bool(self._watch_for.received)
+
+    def _is_over(self) -> bool:
+        """Tell whether a signal or the time limit ends the launch."""
+        self._timed_out = self._timed_out or time.monotonic() > self._deadline
+        return self._timed_out or self._is_interrupted()
+
+    def _note_unfinished(self) -> None:
+        """Note who is still at work, and where, if that is what went wrong."""
+        working = [rank for rank in self._ranks if not rank.settled and not rank.ended]
+        self._unfinished = {rank.rank: None for rank in working}
+        if self._is_interrupted() or not working:
+            return
+        if self._timed_out or all(map(is_about_others, self._failures())):
+            self._unfinished.update(stacks.collect(working))
+
+    def _step(self, until: float) -> None:
         """Wait for something to happen, and take note of it."""
-        happened = self._selector.select(None if timeout is None else max(0.0, timeout))
-        for rank in {id(key.data): key.data for key, _ in happened}.values():
+        timeout = None if until == math.inf else max(0.0, until - time.monotonic())
+        happened = self._selector.select(timeout)
+        for rank in {id(key.data): key.data for key, _ in happened if key.data}.values():
             self._take_messages(rank)
             self._note_end(rank)
 
-    def _take_messages(self, rank: _Rank) -> None:
+    def _take_messages(self, rank: RankProcess) -> None:
         if rank.reader.has_ended():
             return
         for kind, payload in rank.reader.read():
             if kind == pipe.CHECKED_IN:
-                rank.checked_in = True
+                rank.checked_in, rank.main_thread = True, int(payload)
+            elif kind == pipe.USED_COMPILER:
+                rank.used_compiler = True
             elif kind == pipe.RETURNED:
                 rank.result = payload
             elif rank.result is None:  # after its value, leaving the group is all that can fail
@@ -241,8 +313,8 @@ class Supervisor:
         if rank.reader.has_ended():
             self._selector.unregister(rank.link.fileno())
 
-    def _note_end(self, rank: _Rank) -> None:
-        if rank.ended or not _has_exited(rank):
+    def _note_end(self, rank: RankProcess) -> None:
+        if rank.ended or not rank.has_exited():
             return
         rank.ended = True
         while not rank.reader.has_ended():  # what it wrote before its end is all there
@@ -252,10 +324,11 @@ class Supervisor:
                 break
         if rank.exit_fd is not None:
             self._selector.unregister(rank.exit_fd)
-        exit_code = _exit_code(rank.process)  # reaps it, too
+        exit_code = rank.exit_code()
         # What this launch ends itself is no failure.
         if not rank.settled and not self._stopping:
-            rank.failure = failure_of_end(rank.rank, exit_code)
+            out_of_memory = count_memory_kills() > self._memory_kills
+            rank.failure = failure_of_end(rank.rank, exit_code, out_of_memory=out_of_memory)
 
     # ------------------------------------------------------------------ stopping
 
@@ -263,101 +336,43 @@ class Supervisor:
         """End every rank and every helper, and give everything back."""
         self._stopping = True
         returned = self._ranks and all(rank.result is not None for rank in self._ranks)
+        grace = self._job.options.shutdown_grace
+        # Ctrl-C has been pressed before this, or not; once more, and there is no further grace.
+        enough = len(self._watch_for.received[:1]) + 1
         try:
             if returned:
-                self._await_exit(self._job.options.shutdown_grace)
-            self._signal_all(signal.SIGTERM)
-            self._await_exit(self._job.options.shutdown_grace)
+                self._await_exit(grace, enough)
+            self.signal_all(signal.SIGTERM)
+            self._await_exit(grace, enough)
         finally:
-            # Also when Ctrl-C is pressed a second time: then there is no more grace.
-            self._signal_all(signal.SIGKILL)
+            self.signal_all(signal.SIGKILL)
             self._await_exit(_KILL_BOUND)
-            self._release()
+            for rank in self._ranks:
+                rank.release(_KILL_BOUND)
+            self._selector.close()
+            self._store = None
+            if self._listener is not None:
+                self._listener.close()
 
-    def _signal_all(self, number: signal.Signals) -> None:
-        for rank in self._ranks:
-            rank.signal_group(number)
+    def _await_exit(self, bound: float, enough_signals: float = math.inf) -> None:
+        """Wait until every rank, and every member of its process group, has ended.
 
-    def _await_exit(self, bound: float) -> None:
-        """Wait until every rank, and every member of its process group, has ended."""
+        Args:
+            bound: Seconds.
+            enough_signals: How many signals to this program end the wait at once.
+        """
         deadline = time.monotonic() + bound
         pause = 0.0005
         while not all(self._is_gone(rank) for rank in self._ranks):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or len(self._watch_for.received) >= enough_signals:
                 return
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
-    def _is_gone(self, rank: _Rank) -> bool:
+    def _is_gone(self, rank: RankProcess) -> bool:
         self._take_messages(rank)  # one that is writing a result must be able to finish
         self._note_end(rank)
-        return rank.ended and not _group_is_alive(rank.pid)
-
-    def _release(self) -> None:
-        for rank in self._ranks:
-            rank.process.join(_KILL_BOUND)
-            rank.link.close()
-            if rank.exit_fd is not None:
-                os.close(rank.exit_fd)
-            with contextlib.suppress(ValueError):  # it outlived SIGKILL, in the kernel
-                rank.process.close()
-        self._selector.close()
-        self._store = None
-        if self._listener is not None:
-            self._listener.close()
-
-
-def _open_pid(process: BaseProcess) -> int | None:
-    """A descriptor that tells of the end of the process itself, whatever its helpers do."""
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return None
-    assert process.pid is not None
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(process.pid)
-    return None
-
-
-def _has_exited(rank: _Rank) -> bool:
-    if rank.exit_fd is None:
-        return rank.process.exitcode is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(rank.exit_fd, selectors.EVENT_READ)
-        return bool(selector.select(0))
-
-
-def _exit_code(process: BaseProcess) -> int | None:
-    """Exit code; that of a forkserver's child arrives a moment after its end."""
-    deadline = time.monotonic() + 1.0
-    while process.exitcode is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return process.exitcode
-
-
-def _group_is_alive(pgid: int) -> bool:
-    """Tell whether a process group has a member that has not ended."""
-    try:
-        os.killpg(pgid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # Zombies count for the kernel, and where process 1 reaps none they stay for ever.
-    return sys.platform != "linux" or any(_is_member(stat, pgid) for stat in _process_stats())
-
-
-def _process_stats() -> Iterator[str]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            yield (folder / "stat").read_text(encoding="ascii", errors="replace")
-
-
-def _is_member(stat: str, pgid: int) -> bool:
-    state, _, group = stat.rpartition(")")[2].split()[:3]
-    return group == str(pgid) and state not in ("Z", "X")
-
-
-def _streams(method: StartMethod) -> InheritedStreams | None:
-    return InheritedStreams() if method == "forkserver" else None
+        return rank.ended and not rank.group_is_alive()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import os
 import random
 import signal
@@ -12,21 +11,23 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, reduction
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch
 
 from ddpkit import threads
 from ddpkit.group import process_group, set_secret
-from ddpkit.launch import pipe
+from ddpkit.launch import pipe, signals, stacks
 from ddpkit.launch.job import Job, Options, decode
+from ddpkit.launch.output import StandardStreams, buffer_lines, write_to_descriptors
 from ddpkit.launch.report import Failure, failure_of_exception, failure_of_unsendable
 from ddpkit.serialize import dump_value, share_classes_with_parent
 from ddpkit.store import LOOPBACK, LOOPBACK_INTERFACE
 from ddpkit.topology import RANK_MARK
 
 FAILED_STATUS = 1
+_COMPILER = "torch._dynamo"
 
 
 @dataclass(frozen=True)
@@ -46,72 +47,70 @@ class RankSpec:
     """Environment of the parent, for a process that did not inherit it."""
 
 
-class InheritedStreams:
-    """Standard output and error of the parent, for a process that inherited others.
+@dataclass(frozen=True)
+class Links:
+    """The ends of a rank's pipes."""
 
-    A forkserver keeps what was open when it started; pickling this object for a new process sends
-    duplicates of the present ones.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _take_streams, tuple(reduction.DupFd(stream) for stream in (1, 2))
+    parent: connection.Connection
+    """For messages to the parent; its end is the parent's end."""
+    stacks: connection.Connection
+    """For the stacks that the parent asks for."""
 
 
-def _take_streams(*streams: Any) -> InheritedStreams:
-    for target, duplicate in zip((1, 2), streams, strict=True):
-        descriptor = duplicate.detach()
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    return InheritedStreams()
+@dataclass(frozen=True)
+class ForkState:
+    """What a fork takes over from its parent, or has to get rid of."""
+
+    descriptors: tuple[int, ...]
+    """What belongs to the parent and to other ranks."""
+    random_state: tuple[Any, ...]
+    """State of Python's generator, which Python seeds anew in every fork."""
+    signal_mask: set[int]
+    """The signals that the parent had blocked before the fork."""
 
 
 def run_forked(
     spec: RankSpec,
-    parent: connection.Connection,
+    links: Links,
+    streams: StandardStreams | None,
     job: Job,
-    inherited: tuple[int, ...],
-    random_state: tuple[Any, ...],
+    state: ForkState,
 ) -> None:
     """Run a rank in a fork of the calling process, which holds the job already."""
-    for descriptor in inherited:
+    if streams is not None:
+        streams.take()
+        write_to_descriptors()
+    for descriptor in state.descriptors:
         os.close(descriptor)
-    random.setstate(random_state)  # Python seeds its generator anew in every fork
+    random.setstate(state.random_state)
     # What the parent registered for its own end is not this process's to do.
     atexit._clear()  # noqa: SLF001  # there is no public way
     share_classes_with_parent()
-    _run(spec, parent, lambda: job)
+    _run(spec, links, state.signal_mask, lambda: job)
 
 
-def run_fresh(
-    spec: RankSpec, parent: connection.Connection, call: bytes, streams: InheritedStreams | None
-) -> None:
+def run_fresh(spec: RankSpec, links: Links, streams: StandardStreams | None, call: bytes) -> None:
     """Run a rank in a process that shares no memory with the caller."""
     del streams  # unpickling them has done their work
-    _run(spec, parent, lambda: decode(call))
+    _run(spec, links, None, lambda: decode(call))
 
 
 def _run(
-    spec: RankSpec, parent: connection.Connection, load: Callable[[], Callable[[], Any]]
+    spec: RankSpec,
+    links: Links,
+    signal_mask: set[int] | None,
+    load: Callable[[], Callable[[], Any]],
 ) -> None:
     os.setpgid(0, 0)
-    released = _guard(parent.fileno())
-    _reset_signals()
+    descriptor = links.parent.fileno()
+    released = _guard(descriptor)
+    signals.reset_in_rank(signal_mask)
+    stacks.answer_requests(links.stacks.fileno())
     _set_environment(spec)
     _prove_usable(spec)
-    pipe.send(parent.fileno(), pipe.CHECKED_IN)
+    pipe.send(descriptor, pipe.CHECKED_IN, str(threading.get_ident()).encode())
     released.wait()  # the guard ends this process if the parent never says go
-    _call_and_report(spec, parent.fileno(), load)
-
-
-def _reset_signals() -> None:
-    """Undo the parent's Python handlers, which a fork inherits; what is ignored stays ignored."""
-    for number, default in (
-        (signal.SIGTERM, signal.SIG_DFL),
-        (signal.SIGINT, signal.default_int_handler),
-    ):
-        if callable(signal.getsignal(number)):
-            signal.signal(number, default)
-    signal.set_wakeup_fd(-1)
+    _call_and_report(spec, descriptor, load)
 
 
 def _set_environment(spec: RankSpec) -> None:
@@ -123,20 +122,9 @@ def _set_environment(spec: RankSpec) -> None:
     os.environ.setdefault(threads.VARIABLE, str(spec.threads))
     # A host name that resolves wrongly must not matter to a legacy init_process_group() either.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    _buffer_lines()
+    buffer_lines()
     torch.set_num_threads(spec.threads)
     set_secret(spec.secret)
-
-
-def _buffer_lines() -> None:
-    """Write whole lines at once.
-
-    A rank that is stopped loses what is in a block buffer, and what is written piece by piece mixes
-    with the lines of other ranks.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def rank_environment(spec: RankSpec, pid: int) -> dict[str, str]:
@@ -203,6 +191,8 @@ def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:
         result = _encode_result(call())
     except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt, too
         _fail(_describe_failure(rank, error), descriptor)
+    if _COMPILER in sys.modules:
+        pipe.send(descriptor, pipe.USED_COMPILER)
     pipe.send(descriptor, pipe.RETURNED, result)
 
 

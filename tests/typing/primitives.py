@@ -4,7 +4,20 @@ import torch
 from torch import nn
 from typing_extensions import assert_type
 
-from ddpkit import ddp, get_device, get_rank, is_rank0, on_rank0, process_group, rank0_print, unwrap
+from ddpkit import (
+    all_ranks,
+    any_rank,
+    broadcast_value,
+    ddp,
+    get_device,
+    get_rank,
+    is_rank0,
+    on_rank0,
+    process_group,
+    rank0_first,
+    rank0_print,
+    unwrap,
+)
 
 
 class Net(nn.Module):
@@ -28,6 +41,22 @@ assert_type(unwrap(wrapped), Net)
 
 assert_type(on_rank0(read_words, "words.txt", limit=3), list[str])
 on_rank0(read_words, 3)  # type: ignore[arg-type]
+
+assert_type(broadcast_value({"run": 7}), dict[str, int])
+assert_type(any_rank(torch.zeros(1)), bool)
+assert_type(all_ranks(True), bool)
+
+with rank0_first(per_node=True) as nothing:
+    assert_type(nothing, None)
+rank0_first(True)  # type: ignore[call-arg]
+
+
+@rank0_first()
+def load_words(path: str) -> list[str]:
+    return read_words(path)
+
+
+assert_type(load_words("words.txt"), list[str])
 
 assert_type(get_rank(), int)
 assert_type(is_rank0(), bool)

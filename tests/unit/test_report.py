@@ -6,19 +6,29 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from ddpkit.errors import GroupError, PeerError, RankFailure, WorkerError
+from ddpkit.errors import (
+    GroupError,
+    PeerError,
+    RankFailure,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from ddpkit.launch import report
 from ddpkit.launch.report import (
     Failure,
+    Stack,
     classify,
     common_exit,
+    count_memory_kills,
     describe,
     failure_of_end,
     failure_of_exception,
     failure_of_unsendable,
+    is_about_others,
     is_consequence,
     order_by_cause,
     raise_failure,
+    raise_timeout,
 )
 
 
@@ -61,7 +71,7 @@ def fail_at(error: BaseException, file: str) -> BaseException:
         (RuntimeError("closed"), "C:\\x\\torch\\distributed\\distributed_c10d.py", "transport"),
         (dist.DistBackendError("closed"), "/x/torch/distributed/distributed_c10d.py", "transport"),
         (GroupError("store has gone"), "/x/ddpkit/control.py", "transport"),
-        (GroupError("took different paths"), "/x/ddpkit/agree.py", "exception"),
+        (GroupError("took different paths"), "/x/ddpkit/agree.py", "group"),
         (ValueError("bad shape"), "/x/torch/distributed/distributed_c10d.py", "exception"),
         (RuntimeError("Connection closed by peer"), "train.py", "exception"),
         (RuntimeError("shape"), "/x/torch/nn/modules/linear.py", "exception"),
@@ -168,8 +178,10 @@ def test_a_failure_by_a_result_that_cannot_be_sent() -> None:
 # ---------------------------------------------------------------------- what the caller gets
 
 
-def raise_all(failures: list[Failure], world_size: int = 2) -> BaseException:
-    return raised_in(lambda: raise_failure(failures, world_size, "train"))
+def raise_all(
+    failures: list[Failure], world_size: int = 2, unfinished: dict[int, Stack | None] | None = None
+) -> BaseException:
+    return raised_in(lambda: raise_failure(failures, world_size, "train", unfinished))
 
 
 def test_the_original_exception_with_a_worker_error_as_its_cause() -> None:
@@ -207,7 +219,7 @@ def test_what_cannot_be_rebuilt_is_a_worker_error_with_its_text() -> None:
     assert isinstance(error, WorkerError)
     assert (error.rank, error.exit_code) == (1, None)
     assert "KeyError: 'x'" in str(error)
-    assert "[rank 1]     raise error" in str(error)
+    assert "[rank 1/2]     raise error" in str(error)
 
 
 def test_a_killed_rank_is_a_worker_error() -> None:
@@ -255,21 +267,88 @@ def test_of_exits_with_different_texts_the_caller_gets_that_of_rank_0() -> None:
 # --------------------------------------------------------------------------------- the text
 
 
-def test_the_text_names_rank_function_host_and_every_other_failure() -> None:
-    others = [failure(0, "transport", summary="RuntimeError: first line\nsecond line")]
-    root = failure(1, "exception", summary="KeyError: 'x'", traceback="Traceback:\n  line\n")
-    assert describe([root, *others], 2, "train").splitlines() == [
-        "Rank 1 of 2 running train() on node1 failed: KeyError: 'x'",
-        "  also [rank 0/2]: RuntimeError: first line",
-        "",
-        "[rank 1] Traceback:",
-        "[rank 1]   line",
+def infos(*failures: Failure) -> list[RankFailure]:
+    return [each.info for each in failures]
+
+
+def test_the_text_has_the_root_cause_last_and_once_and_every_rank_tagged() -> None:
+    root = failure(1, "exception", summary="KeyError: 'x'", traceback="Traceback:\n  KeyError: 'x'")
+    other = failure(0, "transport", summary="RuntimeError: first line\nsecond line")
+    assert describe(infos(root, other), 2, "train").splitlines() == [
+        "[rank 1/2] failed on node1 while it ran train().",
+        "  rank 0: RuntimeError: first line (a consequence)",
+        "[rank 1/2] Traceback:",
+        "[rank 1/2]   KeyError: 'x'",
     ]
 
 
-def test_the_text_of_thousands_of_failures_has_one_line_for_each() -> None:
-    failures = [failure(rank, "transport") for rank in range(1000)]
-    assert len(describe(failures, 1000, "train").splitlines()) == 1000
+def test_the_text_of_a_rank_without_a_traceback_says_how_it_ended() -> None:
+    text = describe([failure_of_end(1, -11).info], 2, "train")
+    assert text.splitlines()[-1] == "[rank 1/2] killed by SIGSEGV"
+
+
+def test_consequences_are_folded_however_their_texts_differ() -> None:
+    root = failure(3, "exception", summary="KeyError")
+    victims = [
+        failure(rank, "transport", summary=f"RuntimeError: closed by 10.0.0.{rank}")
+        for rank in range(1000)
+    ]
+    lines = describe(infos(root, *victims), 1001, "train").splitlines()
+    assert len(lines) == 3
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more: RuntimeError: closed by 10.0.0.0" in lines[1]
+
+
+def test_the_text_of_thousands_of_different_failures_is_short() -> None:
+    failures = [failure(rank, "exception", summary=f"Error{rank}") for rank in range(1000)]
+    lines = describe(infos(*failures), 1000, "train").splitlines()
+    assert len(lines) < 20
+    assert "and 983 more, in .failures" in lines[-2]
+
+
+def test_the_text_says_where_the_ranks_were_that_somebody_waited_for() -> None:
+    root = failure(0, "group", summary="GroupError: rank 1 did not come")
+    where = {1: Stack("load at data.py:7", "main thread:\n  ..."), 2: None}
+    error = raise_all([root], 3, where)
+    assert isinstance(error, WorkerError)
+    assert "  rank 1 was here: load at data.py:7" in str(error).splitlines()
+    assert "  rank 2: stopped after rank 0 had failed" in str(error).splitlines()
+    assert [(each.rank, each.kind) for each in error.failures] == [
+        (0, "group"),
+        (1, "stopped"),
+        (2, "stopped"),
+    ]
+    assert error.failures[1].traceback == "main thread:\n  ..."
+
+
+def test_a_launch_that_took_too_long_tells_where_each_rank_was() -> None:
+    where = {0: Stack("barrier at a.py:1", "main thread:\n  x"), 1: Stack("no answer (state T)")}
+    error = raised_in(lambda: raise_timeout([], where, "train", 2.5))
+    assert isinstance(error, WorkerTimeoutError)
+    assert str(error).splitlines() == [
+        "train() did not end within its time_limit of 2.5 s: "
+        "rank 0: barrier at a.py:1; rank 1: no answer (state T)",
+        "[rank 0] main thread:",
+        "[rank 0]   x",
+    ]
+    assert error.stacks == {0: "main thread:\n  x", 1: ""}
+    assert {each.kind for each in error.failures} == {"stopped"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("group", True), ("transport", True), ("peer", True), ("exception", False), ("exit", False)],
+)
+def test_failures_that_speak_of_other_ranks(kind: str, expected: bool) -> None:
+    assert is_about_others(failure(0, kind)) == expected
+
+
+def test_a_kill_while_memory_ran_out_is_told_apart() -> None:
+    assert "memory ran out" in failure_of_end(1, -9, out_of_memory=True).info.summary
+    assert "memory" not in failure_of_end(1, -15, out_of_memory=True).info.summary
+
+
+def test_kills_for_want_of_memory_are_counted() -> None:
+    assert count_memory_kills() >= 0
 
 
 def test_a_failure_without_any_text() -> None:

@@ -1,0 +1,81 @@
+"""The end of a rank that nobody watches and that waits for a rank that is gone.
+
+Under ddpkit's own launch the parent stops the ranks, and under torchrun its agent does. Where the
+variables were set by hand there is neither, and a collective need not notice that a peer has died:
+NCCL waits for its time-out. So a thread in each rank looks whether the others are there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from ddpkit.control import Channel
+from ddpkit.errors import GroupError, PeerError
+
+_EVERY = 1.0
+_GRACE = 5.0
+_LOOK_EVERY = 0.05
+_ENDED_STATUS = 1
+
+_came_back = threading.Event()
+
+
+def _note_that_it_came_back(_: object) -> int:
+    """What the interpreter runs in the main thread, as soon as that runs Python again."""
+    _came_back.set()
+    return 0
+
+
+_PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note_that_it_came_back)
+
+
+class PeerWatch:
+    """Ends this process when a peer has gone and its main thread is stuck in a blocked call.
+
+    A main thread that runs Python is left alone: its next call meets the error by itself.
+
+    Args:
+        channel: The side channel of the world.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddpkit-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more; the group is about to be closed."""
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_EVERY):
+            try:
+                self._channel.check_processes()
+            except PeerError as error:
+                if self._is_stuck():
+                    self._end(error)
+            except GroupError:
+                continue  # the store is silent or gone, which says nothing of the ranks
+
+    def _is_stuck(self) -> bool:
+        """Tell whether the main thread stays away from the interpreter for the whole grace."""
+        deadline = time.monotonic() + _GRACE
+        _came_back.clear()
+        ctypes.pythonapi.Py_AddPendingCall(_PENDING_CALL, None)
+        while time.monotonic() < deadline:
+            if self._stopped.wait(_LOOK_EVERY) or _came_back.is_set():
+                return False
+        return True
+
+    def _end(self, error: PeerError) -> None:
+        sys.stderr.write(f"{error}\nThis rank is ended, for it did not come back from this call:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(_ENDED_STATUS)

@@ -1,0 +1,91 @@
+"""Ranks that nobody watches: one is gone, and another is stuck in a call without an end."""
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpkit import barrier, process_group, watch
+from ddpkit.errors import PeerError, WorkerError
+from ddpkit.group import set_secret
+from ddpkit.launch.output import write_to_descriptors
+from ddpkit.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_EVERY", 0.1)
+    monkeypatch.setattr(watch, "_GRACE", 0.5)
+
+
+def block_in_c(seconds: int) -> None:
+    """Block the main thread outside of Python, as a collective does that waits for a dead rank."""
+    ctypes.CDLL(None).sleep(seconds)
+
+
+def start(survive: Callable[[], None], die: Callable[[], Any], folder: Path) -> None:
+    """Run two ranks with hand-set variables: rank 1 ends, rank 0 has to see that by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    def rank() -> None:
+        set_secret(b"")
+        for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
+            del os.environ[name]
+        os.environ["MASTER_PORT"] = str(port)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent must not help
+        errors = os.open(folder / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(errors, 2)
+        write_to_descriptors()
+        with process_group():
+            barrier()
+            die() if os.environ["RANK"] == "1" else survive()
+
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="exit code 7"):
+        run_ranks(rank, init_group=False, shutdown_grace=30)
+    assert time.monotonic() - started < 20  # rank 0 has ended long before it would be killed
+
+
+def test_a_rank_that_is_stuck_when_a_peer_has_gone_is_ended_with_its_stack(tmp_path: Path) -> None:
+    start(lambda: block_in_c(600), lambda: os._exit(7), tmp_path)
+    text = (tmp_path / "stderr-0").read_text()
+    assert "[rank 0/2] Rank 1 (process " in text
+    assert "has ended without a word" in text
+    assert "did not come back from this call" in text
+    assert "in block_in_c" in text
+
+
+def test_a_rank_that_runs_python_is_left_alone_and_meets_the_error_itself(tmp_path: Path) -> None:
+    def survive() -> None:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        try:
+            barrier()
+        except PeerError as error:
+            (tmp_path / "met").write_text(str(error))
+
+    start(survive, lambda: os._exit(7), tmp_path)
+    assert "Rank 1" in (tmp_path / "met").read_text()
+    assert (tmp_path / "stderr-0").read_text() == ""
+
+
+def test_a_rank_that_is_stuck_for_a_while_beside_healthy_ones_goes_on(tmp_path: Path) -> None:
+    def survive() -> None:
+        block_in_c(1)
+        barrier()
+        (tmp_path / "went on").touch()
+
+    def live_on() -> None:
+        barrier()
+        os._exit(7)
+
+    start(survive, live_on, tmp_path)
+    assert (tmp_path / "went on").exists()
