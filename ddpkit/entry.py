@@ -182,7 +182,8 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
               accelerators of this machine, or 1.
             - backend: As for `process_group`.
             - device: As for `process_group`.
-            - timeout: Bound of rendezvous and collectives in seconds. Default: 600.
+            - timeout: Bound in seconds of the rendezvous, of collectives, and of waits for a rank
+              to come to a call such as `barrier`, or to the end under a launcher. Default: 600.
             - start_method: `auto` (fork when that is safe, else forkserver), `fork`, `forkserver`
               or `spawn`. Default: `auto`.
             - time_limit: Seconds, or a timedelta, that the whole call may take; then the ranks are

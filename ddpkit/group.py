@@ -348,6 +348,9 @@ def _open(world: World, timeout: float) -> _Opened:
         torch.accelerator.set_device_index(world.device.index or 0)
     store, channel = _rendezvous(world, timeout)
     opened = _Opened(world, channel)
+    if channel is not None and world.source not in _WATCHED_SOURCES:
+        # Before torch opens the group, which waits until its time-out for one that dies meanwhile.
+        opened.watch = PeerWatch(channel)
     bound_device = None if world.device.type == "cpu" else world.device
     try:
         dist.init_process_group(
@@ -363,8 +366,6 @@ def _open(world: World, timeout: float) -> _Opened:
         raise
     if channel is not None:
         channel.add(_OPENED, 1)
-        if world.source not in _WATCHED_SOURCES:
-            opened.watch = PeerWatch(channel)
     _logger.info(
         "[rank %d/%d] local rank %d of %d on node %d of %d (read from: %s), device %s, backend %s",
         *(world.rank, world.world_size, world.local_rank, world.local_world_size),

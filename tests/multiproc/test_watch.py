@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddpkit import barrier, process_group, watch
 from ddpkit.errors import PeerError, WorkerError
@@ -60,6 +61,23 @@ def test_a_rank_that_is_stuck_when_a_peer_has_gone_is_ended_with_its_stack(tmp_p
     assert "has ended without a word" in text
     assert "did not come back from this call" in text
     assert "in block_in_c" in text
+
+
+def test_a_peer_that_dies_while_the_group_is_opened_ends_the_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_group = dist.init_process_group
+
+    def die_or_open(*args: Any, **options: Any) -> None:
+        if os.environ["RANK"] == "1":
+            os._exit(7)
+        open_group(*args, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", die_or_open)
+    start(lambda: None, lambda: None, tmp_path)
+    text = (tmp_path / "stderr-0").read_text()
+    assert "[rank 0/2] Rank 1 (process " in text
+    assert "in die_or_open" in text
 
 
 def test_a_rank_that_runs_python_is_left_alone_and_meets_the_error_itself(tmp_path: Path) -> None:
