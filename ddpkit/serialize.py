@@ -8,6 +8,7 @@ attributes, also where their constructor cannot be called again.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copyreg
 import dataclasses
 import io
@@ -58,6 +59,16 @@ class _DiscardingPickler(_Pickler):
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and not obj.dtype.hasobject:
             return 0
         return None
+
+
+class _UnlinkedPickler(_Pickler):
+    """Sends an exception without its causes, of which one cannot be sent."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException) and not _has_own_reduce(type(obj)):
+            make, args, (fields, _), *rest = _reduce_exception(obj)
+            return make, args, (fields, (None, None, False)), *rest
+        return super().reducer_override(obj)
 
 
 class _Discard(io.RawIOBase):
@@ -347,10 +358,12 @@ def _from_users_code(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _dump_exception(error: BaseException) -> bytes | None:
-    try:
-        return dump_value(error)
-    except Exception:  # noqa: BLE001  # the record then carries the text alone
-        return None
+    for pickler in (_Pickler, _UnlinkedPickler):
+        buffer = io.BytesIO()
+        with contextlib.suppress(Exception):  # the record then carries the text alone
+            pickler(buffer).dump(error)
+            return buffer.getvalue()
+    return None
 
 
 def _safe_str(error: BaseException) -> str:

@@ -2,20 +2,27 @@
 
 What makes a fork of a torch process hang is the pool of OpenMP threads: the child inherits the
 bookkeeping of a pool whose threads do not exist in it. `omp_pause_resource_all(omp_pause_hard)`
-(OpenMP 5.0) ends the pool; parent and child start a new one when they next need it.
+(OpenMP 5.0) ends the pool; parent and child start a new one when they next need it. OpenBLAS does
+the same with its own pool in a handler that runs before each fork, so it is only called earlier.
+Once both have gone, a thread that is left over is one that nobody knows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
+import signal
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 
 import torch
@@ -34,6 +41,12 @@ _THREAD_COUNT_SYMBOLS = (
 # What a closed group leaves behind; none of these threads is needed by, or known to, a child.
 _HARMLESS_THREADS = frozenset({"gloo_tcp_loop", "pt_gloo_runloop", "pt_tcpstore_uv"})
 _OMP_PAUSE_HARD = 2
+# Signal n is bit n - 1, as in /proc; nobody can block these two.
+_ALL_SIGNALS = sum(
+    1 << (number - 1)
+    for number in signal.valid_signals()
+    if number not in (signal.SIGKILL, signal.SIGSTOP)
+)
 _WAIT_FOR_THREADS = 0.2
 
 
@@ -52,11 +65,11 @@ class ForkFacts:
     unpaused_openmp: tuple[str, ...]
     """OpenMP runtimes that may hold a pool and could not be made to put it away."""
     native_threads: tuple[str, ...]
-    """Names of all threads, the main one included."""
+    """Names of all threads but faulthandler's watchdog, the main one included."""
     main_thread_name: str
     """Name of the main thread, which threads without a name of their own share."""
     openblas_workers: int
-    """Threads that the loaded OpenBLAS libraries put away themselves before a fork."""
+    """Threads that OpenBLAS libraries put away only when the fork comes."""
 
 
 def reason_against_fork(facts: ForkFacts) -> str | None:
@@ -105,12 +118,17 @@ def prepare_fork() -> str | None:
         return reason
     libraries = _loaded_libraries()
     python_threads = _await_python_threads()
-    unpaused = pause_openmp(libraries) if python_threads == 1 else ()
+    if python_threads > 1:  # one of them may be using the pools
+        return reason_against_fork(_gather(libraries, python_threads, ()))
+    _put_openblas_away(libraries)
     deadline = time.monotonic() + _WAIT_FOR_THREADS
     while True:
         # Threads that were told to end take a moment to disappear.
-        reason = reason_against_fork(_gather(libraries, python_threads, unpaused))
-        if reason is None or unpaused or python_threads > 1 or time.monotonic() > deadline:
+        reason = reason_against_fork(_gather(libraries, 1, pause_openmp(libraries)))
+        if reason is None:
+            _watchdog.was_running = any(map(_is_watchdog, _tasks()))
+            return None
+        if time.monotonic() > deadline:
             return reason
         time.sleep(0.001)
 
@@ -162,10 +180,20 @@ def _await_python_threads() -> int:
     deadline = time.monotonic() + _WAIT_FOR_THREADS
     while True:
         # Threads that were not made by `threading` have a frame, but are not enumerated.
-        count = max(threading.active_count(), len(sys._current_frames()))  # noqa: SLF001
+        count = max(_count_enumerated(), len(sys._current_frames()))  # noqa: SLF001
         if count == 1 or time.monotonic() > deadline:
             return count
         time.sleep(0.005)
+
+
+def _count_enumerated() -> int:
+    """Count the threads that `threading` knows, without its dummies.
+
+    A dummy stands for a native thread that once asked for its name, by logging in a callback of
+    gloo's for one, and stays after that thread has ended. While it runs Python it has a frame.
+    """
+    dummy = threading._DummyThread  # noqa: SLF001  # there is no public way to tell
+    return sum(not isinstance(thread, dummy) for thread in threading.enumerate())
 
 
 def pause_openmp(libraries: list[str]) -> tuple[str, ...]:
@@ -204,9 +232,26 @@ def _loaded_libraries() -> list[str]:
 
 def _native_thread_names() -> tuple[str, ...]:
     try:
-        return tuple(_thread_name(int(task)) for task in os.listdir("/proc/self/task"))  # noqa: PTH208
+        tasks = _tasks()
     except OSError:
         return ("unknown (no /proc)",)
+    watchdog = next(filter(_is_watchdog, tasks), None)  # there is one at most
+    return tuple(_thread_name(task) for task in tasks if task != watchdog)
+
+
+def _is_watchdog(task: int) -> bool:
+    """Tell faulthandler's watchdog: it has no name of its own and blocks every signal."""
+    if task == os.getpid() or _thread_name(task) != _thread_name(os.getpid()):
+        return False
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/self/task/{task}/status").read_text(encoding="utf-8")
+        blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        return blocked is not None and int(blocked[1], 16) & _ALL_SIGNALS == _ALL_SIGNALS
+    return False
+
+
+def _tasks() -> list[int]:
+    return [int(task) for task in os.listdir("/proc/self/task")]  # noqa: PTH208
 
 
 def _thread_name(task: int) -> str:
@@ -215,17 +260,67 @@ def _thread_name(task: int) -> str:
     return ""
 
 
+def _put_openblas_away(libraries: list[str]) -> None:
+    """Do now what each OpenBLAS does by itself when the fork comes; its workers come back."""
+    for path in filter(_OPENBLAS.search, libraries):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).blas_thread_shutdown_()
+
+
 def _count_openblas_workers(libraries: list[str]) -> int:
-    """Count the worker threads of the OpenBLAS libraries; each also uses the calling thread."""
-    return sum(_openblas_threads(path) - 1 for path in libraries if _OPENBLAS.search(path))
+    """Count the workers of OpenBLAS libraries that could not be put away before the fork."""
+    return sum(_openblas_workers(path) for path in libraries if _OPENBLAS.search(path))
 
 
-def _openblas_threads(path: str) -> int:
+def _openblas_workers(path: str) -> int:
     try:
         library = ctypes.CDLL(path)
     except OSError:
-        return 1
+        return 0
+    if hasattr(library, "blas_thread_shutdown_"):
+        return 0
     for symbol in _THREAD_COUNT_SYMBOLS:
         if hasattr(library, symbol):
-            return max(1, int(getattr(library, symbol)()))
-    return 1
+            return max(0, int(getattr(library, symbol)()) - 1)  # one is the calling thread
+    return 0
+
+
+# ---------------------------------------------------------------- faulthandler's watchdog
+
+
+@dataclass
+class _Watchdog:
+    """What a fork has to know of the process that it was made from."""
+
+    was_running: bool = False
+
+
+_watchdog = _Watchdog()
+
+
+def _leave_watchdog_behind(watchdog: _Watchdog) -> None:
+    """Keep a forked process from waiting for a thread that it does not have.
+
+    faulthandler takes its watchdog for running there too. Calling it off, which is also the first
+    step of arming it, would wait for its end for ever, and hold the interpreter's lock meanwhile.
+    """
+    if not watchdog.was_running:
+        return
+    stand_ins: dict[str, Callable[..., None]] = {
+        "cancel_dump_traceback_later": lambda: None,
+        "dump_traceback_later": _refuse_to_arm,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(faulthandler, name, stand_in)
+
+
+def _refuse_to_arm(*args: object, **kwargs: object) -> None:
+    warnings.warn(
+        "faulthandler.dump_traceback_later() does nothing in this forked process, because it was "
+        "called before the fork too. Call it in the ranks alone, or use start_method='forkserver'.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+util.register_after_fork(_watchdog, _leave_watchdog_behind)

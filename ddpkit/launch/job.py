@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from ddpkit.errors import ConfigError
 from ddpkit.serialize import check_sendable, dump_value, load_value
 
+_registering = threading.Lock()
 _registry: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -164,17 +166,32 @@ def _is_importable(name: str) -> bool:
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
         return False
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
+    spec = _find_anew(name)
     return spec is not None and _same_file(spec.origin, module)
+
+
+def _find_anew(name: str) -> ModuleSpec | None:
+    """Look for a module as a process would that has not imported it.
+
+    `importlib.util.find_spec` answers from `sys.modules`, which also holds what was loaded from a
+    file that no import finds.
+    """
+    parent = name.rpartition(".")[0]
+    if parent and not _is_importable(parent):
+        return None
+    path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    for finder in sys.meta_path:
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
+            spec = finder.find_spec(name, path, None)
+            if spec is not None:
+                return spec
+    return None
 
 
 def _same_file(origin: str | None, module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if origin is None or file is None:
-        return False
+        return origin is file  # a package without a file of its own
     with contextlib.suppress(OSError):
         return Path(origin).samefile(file)
     return False
@@ -187,11 +204,15 @@ def _unimportable_by_value(function: Callable[..., Any]) -> Iterator[None]:
     if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
         yield
         return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
+    with _registering:  # the registry is the process's, and launches may be made in several threads
+        if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+            yield
+            return
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 class _FunctionParts(dict[str, Any]):

@@ -46,6 +46,8 @@ class RankProcess:
     result: bytes | None = None
     failure: Failure | None = None
     ended: bool = False
+    gone: bool = False
+    """Whether its process group has no member left; its number may be another's soon."""
 
     @property
     def pid(self) -> int:
@@ -60,6 +62,8 @@ class RankProcess:
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the rank and its helpers, where there is still anybody."""
+        if self.gone:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
             return
@@ -68,8 +72,11 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def group_is_alive(self) -> bool:
-        """Tell whether its process group has a member that has not ended."""
+    def look_for_group(self) -> None:
+        """Note whether its process group has any member left, once the rank itself has ended."""
+        self.gone = self.gone or (self.ended and not self._group_is_alive())
+
+    def _group_is_alive(self) -> bool:
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:

@@ -325,6 +325,7 @@ class Supervisor:
         if rank.exit_fd is not None:
             self._selector.unregister(rank.exit_fd)
         exit_code = rank.exit_code()
+        rank.look_for_group()
         # What this launch ends itself is no failure.
         if not rank.settled and not self._stopping:
             out_of_memory = count_memory_kills() > self._memory_kills
@@ -372,7 +373,8 @@ class Supervisor:
     def _is_gone(self, rank: RankProcess) -> bool:
         self._take_messages(rank)  # one that is writing a result must be able to finish
         self._note_end(rank)
-        return rank.ended and not rank.group_is_alive()
+        rank.look_for_group()
+        return rank.gone
 
 
 @contextlib.contextmanager
