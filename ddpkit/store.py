@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -27,6 +27,7 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _LIBUV_ADOPTS_SOCKETS = TorchVersion(torch.__version__) >= "2.7"
 _BACKLOG = 4096  # every rank may connect before the server accepts its first client
 _PROBE_PAUSE = 0.05
+_RESOLVER_VARIABLE = "RES_OPTIONS"
 _NOTICE_AFTER = 3.0
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def serve(listener: socket.socket, timeout: float) -> TCPStore:
         )
 
     try:
-        return start(use_libuv=_LIBUV_ADOPTS_SOCKETS)
+        return _open_in_thread(host, lambda: start(use_libuv=_LIBUV_ADOPTS_SOCKETS), timeout)
     finally:
         listener.close()
 
@@ -111,31 +112,61 @@ def connect(
     deadline = time.monotonic() + timeout
     # TCPStore's own retries print stack frames and cannot be interrupted, so probe first.
     _await_server(host, port, timeout, notice)
-    opened: Future[TCPStore] = Future()
 
-    def open_client() -> None:
-        try:
-            store = TCPStore(
-                host,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-            opened.set_result(store)
-        except BaseException as error:  # noqa: BLE001  # it is raised again in the caller
-            opened.set_exception(error)
+    def open_client() -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
 
-    # TCPStore waits without a bound for what accepts a connection and then says nothing.
-    threading.Thread(target=open_client, name="ddpkit-connect", daemon=True).start()
     try:
-        return opened.result(timeout=max(1.0, deadline - time.monotonic()))
+        # TCPStore waits without a bound for what accepts a connection and then says nothing.
+        return _open_in_thread(host, open_client, max(1.0, deadline - time.monotonic()))
     except (RuntimeError, FutureTimeoutError) as error:
         reason = str(error).partition("\n")[0] or f"silent for {timeout:.0f} s"
         raise GroupError(
             f"What listens at {host}:{port} does not answer as a store does ({reason}). Does "
             "another program hold that port? Check MASTER_ADDR and MASTER_PORT."
         ) from error
+
+
+def _open_in_thread(host: str, make: Callable[[], TCPStore], bound: float) -> TCPStore:
+    """Make a store in a thread of its own, for a bound and for that thread's resolver."""
+    opened: Future[TCPStore] = Future()
+
+    def work() -> None:
+        try:
+            opened.set_result(make())
+        except BaseException as error:  # noqa: BLE001  # it is raised again in the caller
+            opened.set_exception(error)
+
+    # The name of a server on another machine has to be found, however long that takes.
+    local = host == "localhost" or host.startswith("127.")
+    with _impatient_resolver() if local else contextlib.nullcontext():
+        threading.Thread(target=work, name="ddpkit-connect", daemon=True).start()
+        return opened.result(bound)
+
+
+@contextlib.contextmanager
+def _impatient_resolver() -> Iterator[None]:
+    """Let a new thread give up name look-ups early.
+
+    torch's client asks for the name of the server's address, to log it: under the IPv6 form of the
+    address, which /etc/hosts does not have, so that the question goes to a name server. Where one
+    is lost, the usual 5 s of waiting are the store's (seen with 32 ranks that ask at once). Each
+    thread reads this variable at its first look-up; those of the user keep what they have.
+    """
+    before = os.environ.get(_RESOLVER_VARIABLE)
+    if before is None:
+        os.environ[_RESOLVER_VARIABLE] = "timeout:1 attempts:1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_RESOLVER_VARIABLE, None)
 
 
 def _await_server(host: str, port: int, timeout: float, notice: Callable[[], str] | None) -> None:

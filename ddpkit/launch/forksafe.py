@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -209,7 +210,7 @@ def pause_openmp(libraries: list[str]) -> tuple[str, ...]:
 
 def _pause(path: str) -> bool:
     try:
-        pause = ctypes.CDLL(path).omp_pause_resource_all
+        pause = _library(path).omp_pause_resource_all
     except (OSError, AttributeError):
         return False
     return bool(pause(_OMP_PAUSE_HARD) == 0)
@@ -219,6 +220,11 @@ def _has_unnamed_threads(libraries: list[str]) -> bool:
     own_name = _thread_name(os.getpid())
     unnamed = sum(name == own_name for name in _native_thread_names()) - 1
     return unnamed > _count_openblas_workers(libraries)
+
+
+@functools.cache  # each ctypes.CDLL costs some bytes that nothing gives back
+def _library(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)
 
 
 def _loaded_libraries() -> list[str]:
@@ -264,7 +270,7 @@ def _put_openblas_away(libraries: list[str]) -> None:
     """Do now what each OpenBLAS does by itself when the fork comes; its workers come back."""
     for path in filter(_OPENBLAS.search, libraries):
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).blas_thread_shutdown_()
+            _library(path).blas_thread_shutdown_()
 
 
 def _count_openblas_workers(libraries: list[str]) -> int:
@@ -274,7 +280,7 @@ def _count_openblas_workers(libraries: list[str]) -> int:
 
 def _openblas_workers(path: str) -> int:
     try:
-        library = ctypes.CDLL(path)
+        library = _library(path)
     except OSError:
         return 0
     if hasattr(library, "blas_thread_shutdown_"):

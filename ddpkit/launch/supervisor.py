@@ -44,13 +44,7 @@ _CHECK_IN_BOUND = {"fork": 8.0, "forkserver": 300.0, "spawn": 300.0}
 # How long the victims of a failure are given to be followed by its cause.
 _CAUSE_BOUND = 0.5
 _KILL_BOUND = 5.0
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch._dynamo",  # DistributedDataParallel imports it, 1.2 s in every rank otherwise
-    "ddpkit.launch.worker",
-]
+_PRELOAD = ["ddpkit.launch.preload"]
 
 # A fork has one thread, and its child must not find this taken; so it is not for forks.
 _starting = threading.Lock()

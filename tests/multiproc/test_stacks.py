@@ -138,6 +138,7 @@ def test_a_rank_of_a_launcher_has_its_own_time_limit(tmp_path: Path) -> None:
         for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
             del os.environ[name]
         os.environ["MASTER_PORT"] = str(port)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent waits until it has written
         try:
             limited()
         except WorkerTimeoutError as error:
@@ -148,6 +149,6 @@ def test_a_rank_of_a_launcher_has_its_own_time_limit(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises((WorkerTimeoutError, WorkerError, RuntimeError)):
-        run_ranks(rank, init_group=False)
+        run_ranks(rank, init_group=False, shutdown_grace=30)
     # Rank 1, asleep in Python, is interrupted; rank 0 fails when rank 1 leaves.
     assert "load_data" in (tmp_path / "interrupted-1").read_text()

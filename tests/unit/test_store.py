@@ -1,8 +1,10 @@
 import logging
+import os
 import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -123,3 +125,27 @@ def test_a_long_wait_says_once_what_it_waits_for(
     with caplog.at_level(logging.WARNING), pytest.raises(GroupError):
         stores.connect("127.0.0.1", free_port(), 0.5, lambda: "waiting for rank 0")
     assert [record.getMessage() for record in caplog.records] == ["waiting for rank 0"]
+
+
+# --------------------------------------------------------------------------------- name look-ups
+
+
+@pytest.mark.parametrize("of_user", [None, "timeout:9"])
+def test_a_store_on_this_machine_does_not_wait_for_a_name_server(
+    monkeypatch: pytest.MonkeyPatch, of_user: str | None
+) -> None:
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    if of_user is not None:
+        monkeypatch.setenv("RES_OPTIONS", of_user)
+    seen = []
+
+    def make(*args: Any, **options: Any) -> str:
+        seen.append(os.environ.get("RES_OPTIONS"))
+        return "store"
+
+    monkeypatch.setattr(stores, "TCPStore", make)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client: object = stores.connect("127.0.0.1", server.getsockname()[1], 5.0)
+    assert client == "store"
+    assert seen == [of_user or "timeout:1 attempts:1"]
+    assert os.environ.get("RES_OPTIONS") == of_user
