@@ -18,9 +18,12 @@ from ddpkit.errors import ConfigError
 pytestmark = pytest.mark.launcher
 
 ROOT = Path(__file__).parents[2]
-METHODS = ["auto", "forkserver", "spawn"]
-# A fresh process imports torch; one script for each method is in every run, the rest are drills.
-MOSTLY_DRILLS = ["auto", *(pytest.param(name, marks=pytest.mark.drill) for name in METHODS[1:])]
+METHODS = ["auto", "forkserver", pytest.param("spawn", marks=pytest.mark.drill)]
+# A fresh process imports torch; one script by forkserver is in every run, the rest are drills.
+MOSTLY_DRILLS = [
+    "auto",
+    *(pytest.param(name, marks=pytest.mark.drill) for name in ("forkserver", "spawn")),
+]
 
 # No main guard, a name that cannot be imported, and torch work before the launch.
 UNGUARDED_SCRIPT = """

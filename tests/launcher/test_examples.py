@@ -104,6 +104,7 @@ def test_start_method(start_method: str, tmp_path: Path) -> None:
     check_one_epoch(run(tmp_path, DIGITS, "--epochs", "1", "--start-method", start_method))
 
 
+@pytest.mark.drill
 def test_the_default_run_learns_to_read_digits(tmp_path: Path) -> None:
     result = run(tmp_path, DIGITS)
     assert messages_in(result.stderr) == ""
@@ -147,6 +148,7 @@ def test_resumed_after_an_end(unbroken: dict[str, torch.Tensor], tmp_path: Path)
     check_same_bits(load_parameters(tmp_path / "digits.pt"), unbroken)
 
 
+@pytest.mark.drill
 def test_resumed_after_a_kill(unbroken: dict[str, torch.Tensor], tmp_path: Path) -> None:
     kill_after_epoch(2, tmp_path)
     resumed = run(tmp_path, DIGITS, "--epochs", "4", "--resume")

@@ -273,12 +273,9 @@ pathlib.Path(sys.argv[1]).write_text(json.dumps(outcome))
 """.replace("SIZE", str(SIZE))
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
-    ("ending", "outcome"),
-    [
-        pytest.param("returns", "[0, 1]", marks=pytest.mark.drill),
-        ("fails", '["after the flood", 1]'),
-    ],
+    ("ending", "outcome"), [("returns", "[0, 1]"), ("fails", '["after the flood", 1]')]
 )
 def test_a_flood_of_output_holds_nothing_up_and_is_whole(
     ending: str, outcome: str, tmp_path: Path

@@ -70,7 +70,10 @@ def test_a_peer_that_dies_while_the_group_is_opened_ends_the_wait_for_it(
 
     def die_or_open(*args: Any, **options: Any) -> None:
         if os.environ["RANK"] == "1":
+            while not (tmp_path / "opening").exists():  # earlier, the rendezvous would notice it
+                time.sleep(0.01)
             os._exit(7)
+        (tmp_path / "opening").touch()
         open_group(*args, **options)
 
     monkeypatch.setattr(dist, "init_process_group", die_or_open)
