@@ -478,7 +478,7 @@ class _Meeting:
         error = outcome.failure.rebuild()
         if error is None:
             raise peer
-        peer.__cause__ = error.__cause__ or error.__context__
+        peer.__cause__ = origin_of(error)
         raise error from peer
 
     # ------------------------------------------------------------------ paths

@@ -337,6 +337,11 @@ class ExceptionRecord:
         return error if isinstance(error, BaseException) else None
 
 
+def origin_of(error: BaseException) -> BaseException | None:
+    """Return what an exception says that it came from, None where it suppresses that."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 def record_exception(error: BaseException) -> ExceptionRecord:
     """Describe an exception so that it can be sent, whatever it is made of."""
     return ExceptionRecord(

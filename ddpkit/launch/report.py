@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ddpkit.errors import GroupError, PeerError, RankFailure, WorkerError, WorkerTimeoutError
 from ddpkit.group import name_ranks
-from ddpkit.serialize import ExceptionRecord, record_exception
+from ddpkit.serialize import ExceptionRecord, origin_of, record_exception
 
 _CONSEQUENCES = frozenset({"transport", "peer"})
 _MOST_LINES = 16
@@ -320,7 +320,7 @@ def raise_failure(
     error = root.record.rebuild() if root.record is not None and not root.system_exit else None
     if error is None:
         raise worker_error
-    worker_error.__cause__ = error.__cause__ or error.__context__
+    worker_error.__cause__ = origin_of(error)
     raise error from worker_error
 
 

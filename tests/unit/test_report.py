@@ -212,6 +212,15 @@ def test_the_originals_own_context_hangs_below() -> None:
     assert isinstance(error.__cause__.__cause__, KeyError)
 
 
+def test_a_context_that_was_suppressed_stays_so() -> None:
+    outer = ValueError("outer")
+    outer.__context__ = KeyError("inner")
+    outer.__suppress_context__ = True  # raise ... from None
+    error = raise_all([failure_of_exception(0, fail_with(outer))])
+    assert isinstance(error.__cause__, WorkerError)
+    assert error.__cause__.__cause__ is None
+
+
 def test_what_cannot_be_rebuilt_is_a_worker_error_with_its_text() -> None:
     made = failure_of_exception(1, fail_with(KeyError("x")))
     assert made.record is not None
