@@ -24,7 +24,14 @@ from typing_extensions import ParamSpec
 
 from ddpkit.errors import ConfigError, GroupError, PeerError
 from ddpkit.group import get_channel, name_ranks, require_group, to_seconds
-from ddpkit.serialize import ExceptionRecord, dump_value, load_value, record_exception, type_name_of
+from ddpkit.serialize import (
+    ExceptionRecord,
+    dump_value,
+    load_value,
+    origin_of,
+    record_exception,
+    type_name_of,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
