@@ -423,10 +423,13 @@ class Channel:
         return True
 
     def check_processes(self) -> None:
-        """Raise `PeerError` if the process of another rank has ended without leaving the group."""
-        self._check_alive(
-            lambda: False, [rank for rank in range(self.world_size) if rank != self.rank]
-        )
+        """Raise `PeerError` if another rank's process has ended and has not left in order."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        members = {rank: self._member(rank) for rank in others}
+        lost = [rank for rank, member in members.items() if member and self._is_lost(rank, member)]
+        if lost:
+            self._check_departures(lambda: False, list)  # one that failed tells the reason
+            self._check_alive(lambda: False, lost)
 
     def check_joined(self) -> None:
         """Raise `PeerError` if a rank that has joined has ended since, as far as is seen here."""

@@ -348,7 +348,8 @@ def _open(world: World, timeout: float) -> _Opened:
         torch.accelerator.set_device_index(world.device.index or 0)
     store, channel = _rendezvous(world, timeout)
     opened = _Opened(world, channel)
-    if channel is not None and world.source not in _WATCHED_SOURCES:
+    here = threading.current_thread() is threading.main_thread()
+    if channel is not None and here and world.source not in _WATCHED_SOURCES:
         # Before torch opens the group, which waits until its time-out for one that dies meanwhile.
         opened.watch = PeerWatch(channel)
     bound_device = None if world.device.type == "cpu" else world.device

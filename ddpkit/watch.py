@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import sys
 import threading
 import time
 
@@ -21,6 +20,7 @@ _EVERY = 1.0
 _GRACE = 5.0
 _LOOK_EVERY = 0.05
 _ENDED_STATUS = 1
+_STDERR = 2  # the descriptor, for what stands in its place may not be a file
 
 _came_back = threading.Event()
 
@@ -29,6 +29,15 @@ def _note_that_it_came_back(_: object) -> int:
     """What the interpreter runs in the main thread, as soon as that runs Python again."""
     _came_back.set()
     return 0
+
+
+def end_process(text: str) -> None:
+    """End this process, whose main thread cannot, with a text and the stacks on standard error."""
+    try:
+        os.write(_STDERR, f"{text}\n".encode())
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+    finally:
+        os._exit(_ENDED_STATUS)
 
 
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note_that_it_came_back)
@@ -60,7 +69,7 @@ class PeerWatch:
                 self._channel.check_processes()
             except PeerError as error:
                 if self._is_stuck():
-                    self._end(error)
+                    end_process(f"{error}\nThis rank is ended, for it is stuck in this call:")
             except GroupError:
                 continue  # the store is silent or gone, which says nothing of the ranks
 
@@ -68,14 +77,9 @@ class PeerWatch:
         """Tell whether the main thread stays away from the interpreter for the whole grace."""
         deadline = time.monotonic() + _GRACE
         _came_back.clear()
-        ctypes.pythonapi.Py_AddPendingCall(_PENDING_CALL, None)
+        if ctypes.pythonapi.Py_AddPendingCall(_PENDING_CALL, None) != 0:
+            return False  # it could not be asked
         while time.monotonic() < deadline:
             if self._stopped.wait(_LOOK_EVERY) or _came_back.is_set():
                 return False
         return True
-
-    def _end(self, error: PeerError) -> None:
-        sys.stderr.write(f"{error}\nThis rank is ended, for it did not come back from this call:\n")
-        sys.stderr.flush()
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(_ENDED_STATUS)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 from ddpkit.errors import WorkerTimeoutError
+from ddpkit.watch import end_process
 
 _WAKE_UP: int | None = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else None
-TIMED_OUT_STATUS = 1
 _LAUNCH = str(Path(__file__).parent) + os.sep
 
 
@@ -62,10 +60,7 @@ class _Alarm:
             self.stack = _format_stack(self._target)
             _interrupt(self._target)
         if self._end_after is not None and not self._cancelled.wait(self._end_after):
-            sys.stderr.write("ddpkit: the time limit has passed, and this rank is in a call:\n")
-            sys.stderr.flush()
-            faulthandler.dump_traceback(all_threads=True)
-            os._exit(TIMED_OUT_STATUS)
+            end_process("ddpkit: the time limit has passed, and this rank is in a call:")
 
 
 def _format_stack(thread: int) -> str:
@@ -109,7 +104,6 @@ def time_limit(
         yield
         return
     alarm = _Alarm(seconds, end_after)
-    started = time.monotonic()
     try:
         with _wake_up_handler():
             alarm.start()
@@ -119,8 +113,8 @@ def time_limit(
                 alarm.cancel()
     except _TimeLimitPassed:
         raise _timeout_error(seconds, name, rank, alarm.stack) from None
-    if alarm.stack:  # it came back from a call in C just when it was interrupted
-        raise _timeout_error(time.monotonic() - started, name, rank, alarm.stack)
+    if alarm.stack:  # the block has swallowed even this exception
+        raise _timeout_error(seconds, name, rank, alarm.stack)
 
 
 @contextlib.contextmanager

@@ -106,14 +106,14 @@ def open_log(folder: Path, rank: int, world_size: int, name: str) -> int:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.write(descriptor, f"--- {now} rank {rank} of {world_size}, {name}()\n".encode())
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"--- {now} rank {rank} of {world_size}, {name}()\n")
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
     except OSError as error:
         raise ConfigError(
             f"log_dir={str(folder)!r} was given, but {path} cannot be written ({error}). Give a "
             "folder that this user may write to."
         ) from error
-    return descriptor
 
 
 def terminal_of(stream: Any, standard: int, descriptor: int) -> Callable[[bytes], object]:
@@ -171,17 +171,33 @@ class Copier:
             os.close(self.streams.stderr)
             self.streams = None
 
-    def close(self) -> None:
-        """Copy what is still there, and end."""
+    def close(self) -> bool:
+        """Copy what is still there, and end.
+
+        Returns:
+            Whether the thread has ended. Where the terminal takes nothing it goes on waiting, and
+            keeps its descriptors: their numbers must not become another file's meanwhile.
+        """
         self.close_writers()
         self._stop.set()
-        if self._thread.ident is not None:
-            # A helper that left the rank's process group may hold the pipes open for ever.
-            self._thread.join(_DRAIN_BOUND)
+        if self._thread.ident is None:
+            self._release()
+            return True
+        # A helper that left the rank's process group may hold the pipes open for ever.
+        self._thread.join(_DRAIN_BOUND)
+        return not self._thread.is_alive()
+
+    def _release(self) -> None:
         for descriptor in (self._log, *self._targets):
             os.close(descriptor)
 
     def _copy(self) -> None:
+        try:
+            self._copy_until_the_end()
+        finally:
+            self._release()
+
+    def _copy_until_the_end(self) -> None:
         with selectors.DefaultSelector() as selector:
             for reader in self._targets:
                 selector.register(reader, selectors.EVENT_READ)
@@ -303,9 +319,8 @@ def logged_here(
     finally:
         StandardStreams(*before).take()
         sys.stdout, sys.stderr = python_streams
-        if copier is not None:
-            copier.close()
-        else:
+        if copier is None:
             os.close(log)
-        for descriptor in before:
-            os.close(descriptor)
+        if copier is None or copier.close():
+            for descriptor in before:
+                os.close(descriptor)

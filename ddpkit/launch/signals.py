@@ -70,7 +70,9 @@ class SignalWatch:
         return self._wake.fileno(), self._woken.fileno()
 
     def pass_on(self) -> None:
-        """Let the first signal do what it does without ddpkit; the handlers are restored by now."""
+        """Let the first signal, if any, do what it does without ddpkit's handlers."""
+        if not self.received:
+            return
         if self.received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         os.kill(self._pid, self.received[0])

@@ -8,6 +8,7 @@ import logging
 import math
 import multiprocessing
 import signal
+import sys
 import time
 import warnings
 from typing import Any, cast
@@ -19,9 +20,8 @@ from ddpkit.launch.output import RankLogs
 from ddpkit.launch.report import raise_failure, raise_timeout
 from ddpkit.launch.signals import SignalWatch
 from ddpkit.launch.supervisor import CheckInError, Outcome, StartMethod, Supervisor
+from ddpkit.launch.worker import COMPILER
 from ddpkit.serialize import load_value
-
-_COMPILER = "torch._dynamo"
 
 _logger = logging.getLogger(__name__)
 
@@ -54,9 +54,12 @@ def launch(job: Job) -> list[Any]:
     job.check_arguments()
     method = _choose_start_method(job.options.start_method)
     launching = _Launch(job, deadline)
-    outcome = launching.run(method)
-    if outcome.interrupted:
+    try:
+        outcome = launching.run(method)
+    finally:
+        # Whatever else has happened, and at the last moment, too: a signal is not lost.
         launching.watch.pass_on()
+    if launching.watch.received and not outcome.complete:
         raise _stopped_by_signal(launching.watch, job)
     if outcome.timed_out:
         assert limit is not None
@@ -82,9 +85,6 @@ class _Launch:
             return self._run(method)
 
     def _run(self, method: StartMethod) -> Outcome:
-        if method == "fork" and _Experience.ranks_use_compiler:
-            # Once here, so that not every rank of every launch pays for it again: 1.2 s each.
-            importlib.import_module(_COMPILER)
         try:
             return self._attempt(method)
         except CheckInError as error:
@@ -127,12 +127,22 @@ def _choose_start_method(requested: str) -> StartMethod:
     available = multiprocessing.get_all_start_methods()
     if requested != "auto":
         return _check_requested(requested, available)
-    reason = forksafe.prepare_fork()
+    reason = _reason_against_fork()
     if reason is None:
         return "fork"
     method: StartMethod = "forkserver" if "forkserver" in available else "spawn"
     _logger.debug("starting ranks by %s and not by fork, because %s", method, reason)
     return method
+
+
+def _reason_against_fork() -> str | None:
+    reason = forksafe.prepare_fork()
+    if reason is not None or not _Experience.ranks_use_compiler or COMPILER in sys.modules:
+        return reason
+    # Once here, so that not every rank of every launch pays for it again. What it brings may
+    # start threads, so it comes before the fork is found safe.
+    importlib.import_module(COMPILER)
+    return forksafe.prepare_fork()
 
 
 def _check_requested(requested: str, available: list[str]) -> StartMethod:
@@ -142,7 +152,7 @@ def _check_requested(requested: str, available: list[str]) -> StartMethod:
             f"start_method={requested!r} was given; on this machine it must be one of {choices}."
         )
     if requested == "fork":
-        reason = forksafe.prepare_fork()
+        reason = _reason_against_fork()
         if reason is not None:
             raise ConfigError(
                 f"start_method='fork' was given, but this process cannot be forked safely: "

@@ -59,15 +59,15 @@ class Outcome:
     """How a launch ended."""
 
     results: list[bytes]
-    """The encoded results by rank; complete when nothing below says otherwise."""
+    """The encoded results by rank, empty where there is none."""
+    complete: bool
+    """Whether every rank has a result."""
     failures: list[Failure] = field(default_factory=list)
     """What is known of the ranks that failed."""
     unfinished: dict[int, Stack | None] = field(default_factory=dict)
     """The ranks that were stopped, with the place where they were if it was asked for."""
     timed_out: bool = False
     """Whether the time limit of the launch had passed."""
-    interrupted: bool = False
-    """Whether a signal asked this program to end."""
     used_compiler: bool = False
     """Whether a rank has imported torch's compiler."""
 
@@ -122,12 +122,13 @@ class Supervisor:
             self._note_unfinished()
         finally:
             self._stop()
+        results = [rank.result or b"" for rank in self._ranks]
         return Outcome(
-            results=[rank.result or b"" for rank in self._ranks],
+            results=results,
+            complete=len(results) == self._job.nproc and all(results),
             failures=[rank.failure for rank in self._ranks if rank.failure is not None],
             unfinished=self._unfinished,
             timed_out=self._timed_out,
-            interrupted=self._is_interrupted(),
             used_compiler=any(rank.used_compiler for rank in self._ranks),
         )
 

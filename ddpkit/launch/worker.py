@@ -27,7 +27,8 @@ from ddpkit.store import LOOPBACK, LOOPBACK_INTERFACE
 from ddpkit.topology import RANK_MARK
 
 FAILED_STATUS = 1
-_COMPILER = "torch._dynamo"
+COMPILER = "torch._dynamo"
+"""What DistributedDataParallel and optimizers import first, which takes longer than all else."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:
         result = _encode_result(call())
     except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt, too
         _fail(_describe_failure(rank, error), descriptor)
-    if _COMPILER in sys.modules:
+    if COMPILER in sys.modules:
         pipe.send(descriptor, pipe.USED_COMPILER)
     pipe.send(descriptor, pipe.RETURNED, result)
 

@@ -21,6 +21,7 @@ from ddpkit import barrier, get_rank
 from ddpkit.control import _process_start
 from ddpkit.errors import WorkerError
 from ddpkit.launch import forksafe, worker
+from ddpkit.launch.output import RankLogs
 from ddpkit.testing import run_ranks
 
 BOUND = 20.0
@@ -371,6 +372,22 @@ def test_handlers_are_as_before_after_every_launch() -> None:
 
 def fail() -> None:
     raise KeyError("x")
+
+
+def test_a_signal_at_the_very_end_of_a_launch_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, noted = RankLogs.close, []
+
+    def close_and_signal(logs: RankLogs) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(logs)
+
+    monkeypatch.setattr(RankLogs, "close", close_and_signal)
+    before = signal.signal(signal.SIGTERM, lambda *args: noted.append("SIGTERM"))
+    try:
+        assert run_ranks(get_rank) == [0, 1]  # every rank has delivered
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == ["SIGTERM"]
 
 
 def test_ranks_have_the_signals_of_a_new_process() -> None:

@@ -30,7 +30,12 @@ def block_in_c(seconds: int) -> None:
     ctypes.CDLL(None).sleep(seconds)
 
 
-def start(survive: Callable[[], None], die: Callable[[], Any], folder: Path) -> None:
+def start(
+    survive: Callable[[], None],
+    die: Callable[[], Any],
+    folder: Path,
+    error: type[Exception] = WorkerError,
+) -> None:
     """Run two ranks with hand-set variables: rank 1 ends, rank 0 has to see that by itself."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -49,7 +54,7 @@ def start(survive: Callable[[], None], die: Callable[[], Any], folder: Path) -> 
             die() if os.environ["RANK"] == "1" else survive()
 
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="exit code 7"):
+    with pytest.raises(error, match=r"exit code 7|the cause"):
         run_ranks(rank, init_group=False, shutdown_grace=30)
     assert time.monotonic() - started < 20  # rank 0 has ended long before it would be killed
 
@@ -59,7 +64,18 @@ def test_a_rank_that_is_stuck_when_a_peer_has_gone_is_ended_with_its_stack(tmp_p
     text = (tmp_path / "stderr-0").read_text()
     assert "[rank 0/2] Rank 1 (process " in text
     assert "has ended without a word" in text
-    assert "did not come back from this call" in text
+    assert "is stuck in this call" in text
+    assert "in block_in_c" in text
+
+
+def test_a_rank_that_is_stuck_when_a_peer_has_failed_and_ended_is_told_why(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise KeyError("the cause")
+
+    start(lambda: block_in_c(600), fail, tmp_path, KeyError)
+    text = (tmp_path / "stderr-0").read_text()
+    assert "Rank 1 on" in text
+    assert "KeyError: 'the cause'" in text
     assert "in block_in_c" in text
 
 
