@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import util
 from pathlib import Path
 
 import torch
@@ -304,13 +303,13 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def _leave_watchdog_behind(watchdog: _Watchdog) -> None:
-    """Keep a forked process from waiting for a thread that it does not have.
+def leave_watchdog_behind() -> None:
+    """Keep a forked rank from waiting for a thread that it does not have.
 
     faulthandler takes its watchdog for running there too. Calling it off, which is also the first
     step of arming it, would wait for its end for ever, and hold the interpreter's lock meanwhile.
     """
-    if not watchdog.was_running:
+    if not _watchdog.was_running:
         return
     stand_ins: dict[str, Callable[..., None]] = {
         "cancel_dump_traceback_later": lambda: None,
@@ -327,6 +326,3 @@ def _refuse_to_arm(*args: object, **kwargs: object) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-util.register_after_fork(_watchdog, _leave_watchdog_behind)

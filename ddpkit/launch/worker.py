@@ -18,7 +18,7 @@ import torch
 
 from ddpkit import threads
 from ddpkit.group import process_group, set_secret
-from ddpkit.launch import pipe, signals, stacks
+from ddpkit.launch import forksafe, pipe, signals, stacks
 from ddpkit.launch.job import Job, Options, decode
 from ddpkit.launch.output import StandardStreams, buffer_lines, write_to_descriptors
 from ddpkit.launch.report import Failure, failure_of_exception, failure_of_unsendable
@@ -83,6 +83,7 @@ def run_forked(
         write_to_descriptors()
     for descriptor in state.descriptors:
         os.close(descriptor)
+    forksafe.leave_watchdog_behind()
     random.setstate(state.random_state)
     # What the parent registered for its own end is not this process's to do.
     atexit._clear()  # noqa: SLF001  # there is no public way
