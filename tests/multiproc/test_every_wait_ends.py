@@ -7,7 +7,6 @@ parent of the ranks would stop the survivor at once, so that it ignores SIGTERM 
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,8 +43,8 @@ from ddpkit import (
 )
 from ddpkit.control import Channel
 from ddpkit.errors import WorkerError
-from ddpkit.group import set_secret
 from ddpkit.testing import run_ranks
+from tests.multiproc.hand_set import with_hand_set_variables
 
 PATIENCE = 30.0  # a test that takes this long has failed
 SHORT = 0.8  # time-out of a group whose rank will be missed
@@ -299,20 +298,14 @@ def test_a_missing_peer_ends_the_entering_within_the_time_out(folder: Path) -> N
 # --------------------------------------------------------------------------------- under a launcher
 
 
-def with_hand_set_variables(function: Callable[[], object]) -> Callable[[], None]:
-    """Make ranks believe that no parent of ours started them; rank 0 serves the store then."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def by_hand(function: Callable[[], object]) -> Callable[[], None]:
+    """Set the variables by hand; a rank 0 that serves the store then ends sooner than it would."""
 
     def rank() -> None:
-        set_secret(b"")
-        for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
-            del os.environ[name]
-        os.environ["MASTER_PORT"] = str(port)
         group._LAST_WORDS_BOUND = 0.1
         function()
 
-    return rank
+    return with_hand_set_variables(rank)
 
 
 def run_all_under_a_launcher(job: Callable[[], Any], folder: Path, timeout: float) -> None:
@@ -327,7 +320,7 @@ def test_a_dead_peer_ends_run_all_under_a_launcher(folder: Path) -> None:
         if get_rank() == 1:
             die()
 
-    function = with_hand_set_variables(lambda: run_all_under_a_launcher(job, folder, LONG))
+    function = by_hand(lambda: run_all_under_a_launcher(job, folder, LONG))
     seen = run_with_a_death(function, folder)
     assert re.search(r"PeerError: .*Rank 1 \(process \d+ on .*\) has ended without a word", seen)
 
@@ -339,7 +332,7 @@ def test_a_missing_peer_ends_run_all_under_a_launcher(folder: Path) -> None:
             stay_away(folder)
             os._exit(0)
 
-    function = with_hand_set_variables(lambda: run_all_under_a_launcher(job, folder, SHORT))
+    function = by_hand(lambda: run_all_under_a_launcher(job, folder, SHORT))
     with pytest.raises(WorkerError, match=r"rank 1/2\] ended with exit code 0 without returning"):
         run_ranks(function, init_group=False)
     seen = (folder / "seen").read_text()
@@ -357,5 +350,5 @@ def test_a_dead_rank_0_that_served_the_store_ends_the_call(name: str, folder: Pa
             (folder / "ready").touch()
             survive(lambda: CASES[name].call(folder), folder)
 
-    seen = run_with_a_death(with_hand_set_variables(function), folder)
+    seen = run_with_a_death(by_hand(function), folder)
     assert re.search(r"The store that the ranks talk through has gone.*or rank 0\) has ended", seen)

@@ -1,5 +1,4 @@
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,8 +19,8 @@ from ddpkit import (
 )
 from ddpkit.agree import broadcast_value
 from ddpkit.errors import GroupError, PeerError
-from ddpkit.group import set_secret
 from ddpkit.testing import run_ranks
+from tests.multiproc.hand_set import with_hand_set_variables
 
 LAUNCHERS = ["ddpkit", "environment"]
 each_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -31,17 +30,7 @@ def start(
     function: Callable[[], Any], world_size: int = 2, *, launcher: str = "ddpkit", **options: Any
 ) -> list[Any]:
     """Start ranks that open their group themselves, as ddpkit's or with hand-set variables."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-
-    def rank() -> Any:
-        if launcher == "environment":
-            set_secret(b"")
-            for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
-                del os.environ[name]
-            os.environ["MASTER_PORT"] = str(port)
-        return function()
-
+    rank = with_hand_set_variables(function) if launcher == "environment" else function
     return run_ranks(rank, world_size, init_group=False, **options)
 
 

@@ -1,7 +1,9 @@
 import functools
+import importlib
 import os
 import random
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpkit import distributed, get_device, get_rank, get_world_size
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError, WorkerError
-from ddpkit.launch import supervisor, worker
+from ddpkit.launch import start, supervisor, worker
 from ddpkit.testing import run_ranks
 from ddpkit.threads import usable_cores
 
@@ -349,6 +351,49 @@ def test_a_model_among_the_arguments_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="argument 'model' holds a model") as caught:
         run_ranks(lambda model: None, args=[model])
     assert len(caught) == 1
+
+
+# --------------------------------------------------------- what ranks import first, and at length
+
+
+def test_what_ranks_of_one_launch_have_imported_the_next_one_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "colorsys"  # in place of torch's compiler, which may be loaded here already
+    for module in (start, worker):
+        monkeypatch.setattr(module, "COMPILER", name)
+    monkeypatch.setattr(start._Experience, "ranks_use_compiler", False)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def use() -> bool:
+        found = name in sys.modules
+        importlib.import_module(name)
+        return found
+
+    assert run_ranks(use) == [False, False]
+    assert name not in sys.modules  # nobody has to wait for it at the end of a launch
+    assert run_ranks(use) == [True, True]
+    assert name in sys.modules
+
+
+def test_a_launch_that_does_not_need_the_compiler_imports_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (start, worker):
+        monkeypatch.setattr(module, "COMPILER", "colorsys")
+    monkeypatch.setattr(start._Experience, "ranks_use_compiler", False)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    for _ in range(2):
+        run_ranks(get_rank)
+    assert "colorsys" not in sys.modules
+
+
+@pytest.mark.drill
+def test_a_forkserver_skips_the_end_of_the_interpreter() -> None:
+    program = "import atexit; atexit.register(print, 'late'); import ddpkit.launch.preload"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+    assert finished.stdout == ""
 
 
 # --------------------------------------------------------------------------------- the check-in

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from ddpkit import barrier, distributed, get_rank
 from ddpkit.errors import GroupError, WorkerError, WorkerTimeoutError
 from ddpkit.launch import worker
 from ddpkit.testing import run_ranks
+from tests.multiproc.hand_set import with_hand_set_variables
 
 
 def meet() -> None:
@@ -135,9 +135,6 @@ def test_a_rank_of_a_launcher_has_its_own_time_limit(tmp_path: Path) -> None:
     limited = distributed(work, time_limit=1.0, shutdown_grace=20, device="cpu", timeout=60)
 
     def rank() -> str:
-        for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
-            del os.environ[name]
-        os.environ["MASTER_PORT"] = str(port)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent waits until it has written
         try:
             limited()
@@ -146,9 +143,7 @@ def test_a_rank_of_a_launcher_has_its_own_time_limit(tmp_path: Path) -> None:
             raise
         return "returned"
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     with pytest.raises((WorkerTimeoutError, WorkerError, RuntimeError)):
-        run_ranks(rank, init_group=False, shutdown_grace=30)
+        run_ranks(with_hand_set_variables(rank), init_group=False, shutdown_grace=30)
     # Rank 1, asleep in Python, is interrupted; rank 0 fails when rank 1 leaves.
     assert "load_data" in (tmp_path / "interrupted-1").read_text()

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch.distributed as dist
 
 from ddpkit import barrier, process_group, watch
 from ddpkit.errors import PeerError, WorkerError
-from ddpkit.group import set_secret
 from ddpkit.launch.output import write_to_descriptors
 from ddpkit.testing import run_ranks
+from tests.multiproc.hand_set import with_hand_set_variables
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +36,8 @@ def start(
     error: type[Exception] = WorkerError,
 ) -> None:
     """Run two ranks with hand-set variables: rank 1 ends, rank 0 has to see that by itself."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
 
     def rank() -> None:
-        set_secret(b"")
-        for name in ("DDPKIT_RANK_PID", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
-            del os.environ[name]
-        os.environ["MASTER_PORT"] = str(port)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent must not help
         errors = os.open(folder / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
         os.dup2(errors, 2)
@@ -55,7 +48,7 @@ def start(
 
     started = time.monotonic()
     with pytest.raises(error, match=r"exit code 7|the cause"):
-        run_ranks(rank, init_group=False, shutdown_grace=30)
+        run_ranks(with_hand_set_variables(rank), init_group=False, shutdown_grace=30)
     assert time.monotonic() - started < 20  # rank 0 has ended long before it would be killed
 
 
