@@ -336,7 +336,11 @@ class Channel:
     def is_alone(self) -> bool:
         """Tell whether every other rank has withdrawn, or never joined."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return all(self.fetch(f"member/{rank}") is None for rank in others)
+        return all(map(self.has_withdrawn, others))
+
+    def has_withdrawn(self, rank: int) -> bool:
+        """Tell whether a rank has taken back that it joined, or never did."""
+        return self.fetch(f"member/{rank}") is None
 
     def absent(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks have not joined yet."""

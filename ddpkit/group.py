@@ -465,11 +465,12 @@ def _secret() -> bytes:
 def _await_members(channel: Channel, world: World, deadline: float, timeout: float) -> None:
     others = [rank for rank in range(world.world_size) if rank != world.rank]
     missing = others
+    given_up: list[int] = []
 
     def everyone_is_here() -> bool:
         nonlocal missing
         missing = channel.absent(missing)
-        return not missing
+        return not missing and not given_up
 
     def notice(ranks: object) -> None:
         _logger.warning(
@@ -478,20 +479,36 @@ def _await_members(channel: Channel, world: World, deadline: float, timeout: flo
             *(world.master_addr, world.master_port, world.source),
         )
 
-    arrived = channel.wait(
-        everyone_is_here,
-        lambda: others,  # one that is here already may end before the last one comes
-        timeout=deadline - time.monotonic(),
-        notice_after=_NOTICE_AFTER,
-        notice=notice,
-    )
+    while True:
+        try:
+            arrived = channel.wait(
+                everyone_is_here,
+                # One that is here already may end before the last one comes.
+                lambda: [rank for rank in others if rank not in given_up],
+                timeout=deadline - time.monotonic(),
+                notice_after=_NOTICE_AFTER,
+                notice=notice,
+            )
+            break
+        except PeerError as error:
+            # One whose time was up a moment earlier, and which has said so, is no cause.
+            if not channel.has_withdrawn(error.rank):
+                raise
+            given_up.append(error.rank)
     if not arrived:
-        raise GroupError(
-            f"[rank {world.rank}/{world.world_size}] {name_ranks(missing)} did not join within "
-            f"{timeout:.0f} s at {world.master_addr}:{world.master_port}. WORLD_SIZE="
-            f"{world.world_size} was read from: {world.source}. Start the missing ranks or correct "
-            "WORLD_SIZE."
-        )
+        raise GroupError(_describe_missing(world, missing, given_up, timeout))
+
+
+def _describe_missing(
+    world: World, missing: Sequence[int], given_up: Sequence[int], timeout: float
+) -> str:
+    before = f" ({name_ranks(given_up)} gave up before)" if given_up else ""
+    return (
+        f"[rank {world.rank}/{world.world_size}] {name_ranks([*missing] or given_up)} did not join "
+        f"within {timeout:.0f} s at {world.master_addr}:{world.master_port}{before}. WORLD_SIZE="
+        f"{world.world_size} was read from: {world.source}. Start the missing ranks or correct "
+        "WORLD_SIZE."
+    )
 
 
 def _waiting_for_server(world: World) -> str:

@@ -245,14 +245,22 @@ def _native_thread_names() -> tuple[str, ...]:
 
 
 def _is_watchdog(task: int) -> bool:
-    """Tell faulthandler's watchdog: it has no name of its own and blocks every signal."""
+    """Tell faulthandler's watchdog: it has no name of its own, blocks every signal and sleeps.
+
+    The C library starts every thread with all signals blocked, but such a one is running.
+    """
     if task == os.getpid() or _thread_name(task) != _thread_name(os.getpid()):
         return False
     with contextlib.suppress(OSError):
         status = Path(f"/proc/self/task/{task}/status").read_text(encoding="utf-8")
-        blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
-        return blocked is not None and int(blocked[1], 16) & _ALL_SIGNALS == _ALL_SIGNALS
+        return _describes_watchdog(status)
     return False
+
+
+def _describes_watchdog(status: str) -> bool:
+    sleeps = re.search(r"^State:\s*S\b", status, re.MULTILINE)
+    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return bool(sleeps and blocked and int(blocked[1], 16) & _ALL_SIGNALS == _ALL_SIGNALS)
 
 
 def _tasks() -> list[int]:

@@ -143,6 +143,22 @@ def test_a_missing_rank_is_named_within_the_time(launcher: str) -> None:
         assert seconds < 10
 
 
+@each_launcher
+def test_a_rank_whose_time_was_up_earlier_is_not_the_one_that_is_missing(launcher: str) -> None:
+    def function() -> str:
+        if os.environ["RANK"] == "2":
+            time.sleep(2.5)  # a rank that has ended is another story
+            return ""
+        bound = 0.3 if os.environ["RANK"] == "1" else 1.5
+        with pytest.raises(GroupError) as caught:
+            process_group(timeout=bound, device="cpu").__enter__()
+        return str(caught.value)  # and the process of rank 1 ends here, long before the others
+
+    text = start(function, 3, launcher=launcher)[0]
+    assert "[rank 0/3] rank 2 did not join within" in text
+    assert "(rank 1 gave up before)" in text
+
+
 def test_a_missing_server_is_named_within_the_time() -> None:
     def function() -> str:
         if os.environ["RANK"] == "0":

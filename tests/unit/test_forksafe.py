@@ -164,6 +164,21 @@ def test_names_of_libraries(path: str, pattern: re.Pattern[str], matches: bool) 
     assert bool(pattern.search(path)) == matches
 
 
+@pytest.mark.parametrize(
+    ("state", "blocked", "matches"),
+    [
+        ("S (sleeping)", "fffffffe7ffbfeff", True),
+        ("R (running)", "fffffffe7ffbfeff", False),  # the C library has just made it
+        ("S (sleeping)", "0000000000010000", False),
+    ],
+)
+def test_a_new_thread_is_not_taken_for_the_watchdog(
+    state: str, blocked: str, matches: bool
+) -> None:
+    status = f"Name:\tpython\nState:\t{state}\nSigPnd:\t0\nSigBlk:\t{blocked}\n"
+    assert forksafe._describes_watchdog(status) == matches
+
+
 def test_every_thread_of_this_process_is_counted() -> None:
     release = threading.Event()
     before = Counter(forksafe._native_thread_names())
