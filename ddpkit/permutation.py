@@ -19,17 +19,20 @@ Construction
 Tables
     Each round has its own table of about sqrt(n) entries: a keyed 32-bit hash of the index of the
     entry, scaled to the range. The hash is twice the finaliser "lowbias32" of Chris Wellons
-    ("Prospecting for Hash Functions", 2018, public domain), with a 64-bit key between.
+    ("Prospecting for Hash Functions", 2018, public domain), with keys before and between. What
+    comes before the second key is made once for all tables, which takes almost half the time off
+    the first index.
     A table is repeated as often as its index can exceed the range, so that the sums need no
     reduction between rounds, which makes a round two operations: one look-up, one addition.
 
 Rounds
     Eight. Over 1500 keys at n = 16385, four rounds left twice as many neighbours together as chance
-    does: 1.96 pairs an order, where 1.00 is expected with a standard error of 0.03. Six (1.04) and
-    eight (0.94) were like chance in this, and in fixed points too. Small tables need more: at n =
-    6, eight rounds have a chi-square per degree of freedom of 8 over all orders, twelve still 1.4.
-    Therefore up to `DIRECT_LIMIT` samples the order is instead the one that sorts the hashes of the
-    positions, which has no such weakness; above, both halves have at least 128 values.
+    does: 1.83 pairs an order, where 1.00 is expected with a standard error of 0.03. Six (1.05) and
+    eight (1.02) were like chance in this, and in fixed points too (1.04 and 1.04). Small tables
+    need more: at n = 6, eight rounds have a chi-square per degree of freedom of 8 over all orders,
+    twelve still 1.4. Therefore up to `DIRECT_LIMIT` samples the order is instead the one that sorts
+    the hashes of the positions, which has no such weakness; above, both halves have at least 128
+    values.
 """
 
 from __future__ import annotations
@@ -131,8 +134,9 @@ def _choose(length: int, key: int) -> Callable[[Tensor], Tensor]:
 
 
 def _sorted_order(length: int, key: int) -> Callable[[Tensor], Tensor]:
-    high = _hash(slice(0, length), derive_seed(key, "high"))
-    low = _hash(slice(0, length), derive_seed(key, "low"))
+    words = _keyed_words(length, derive_seed(key, "words"))
+    high = _hash(words, derive_seed(key, "high"))
+    low = _hash(words, derive_seed(key, "low"))
     order = torch.sort((high << 31) | (low >> 1), stable=True).indices
     return lambda positions: order.index_select(0, positions)
 
@@ -145,13 +149,14 @@ class _Network:
         self.low_bits = (length - 1).bit_length() // 2
         self.low_size = 1 << self.low_bits
         self.high_size = -(-length // self.low_size)
-        self.rounds = [self._round_pair(key, pair) for pair in range(_ROUND_PAIRS)]
+        words = _keyed_words(max(self.low_size, self.high_size), derive_seed(key, "words"))
+        self.rounds = [self._round_pair(words, key, pair) for pair in range(_ROUND_PAIRS)]
 
-    def _round_pair(self, key: int, pair: int) -> tuple[Tensor, Tensor]:
+    def _round_pair(self, words: Tensor, key: int, pair: int) -> tuple[Tensor, Tensor]:
         # Before pair p the sums have grown to less than p + 1 times their range.
         low, high = self.low_size, self.high_size
-        to_high = _table(low, high, derive_seed(key, "to high", pair), copies=pair + 1)
-        to_low = _table(high, low, derive_seed(key, "to low", pair), copies=pair + 2)
+        to_high = _table(words[:low], high, derive_seed(key, "to high", pair), copies=pair + 1)
+        to_low = _table(words[:high], low, derive_seed(key, "to low", pair), copies=pair + 2)
         return to_high, to_low
 
     def __call__(self, positions: Tensor) -> Tensor:
@@ -173,25 +178,30 @@ class _Network:
         return (high << self.low_bits) | (low & (self.low_size - 1))
 
 
-def _table(entries: int, size: int, key: int, *, copies: int) -> Tensor:
-    """Make `entries` numbers in `[0, size)`, several times over.
+def _table(words: Tensor, size: int, key: int, *, copies: int) -> Tensor:
+    """Make a number in `[0, size)` of each word, several times over.
 
     Scaling a 32-bit hash to the range biases it by less than `size / 2**32`.
     """
-    table = torch.empty(copies, entries, dtype=torch.int32)
-    for first in range(0, entries, BLOCK):
-        block = slice(first, min(entries, first + BLOCK))
-        table[0, block] = _hash(block, key).mul_(size).bitwise_right_shift_(32)
-        for copy in range(1, copies):
-            table[copy, block] = table[0, block]
+    table = torch.empty(copies, len(words), dtype=torch.int32)
+    for first in range(0, len(words), BLOCK):
+        block = slice(first, first + BLOCK)
+        table[0, block] = _hash(words[block], key).mul_(size).bitwise_right_shift_(32)
+    table[1:] = table[0]
     return table.view(-1)
 
 
-def _hash(numbers: slice, key: int) -> Tensor:
-    """Hash each of the numbers to 32 bits, held in int64."""
-    words = torch.arange(numbers.start, numbers.stop, dtype=torch.int64)
-    _mix(words.bitwise_xor_(key & _MASK32))
-    return _mix(words.add_(key >> 32).bitwise_and_(_MASK32))
+def _keyed_words(count: int, key: int) -> Tensor:
+    """Make different 32-bit words, held in int64, of the numbers from 0 on."""
+    words = torch.arange(count, dtype=torch.int64).bitwise_xor_(key & _MASK32)
+    for first in range(0, count, BLOCK):
+        _mix(words[first : first + BLOCK])
+    return words
+
+
+def _hash(words: Tensor, key: int) -> Tensor:
+    """Hash keyed words to 32 bits, held in int64."""
+    return _mix((words + (key & _MASK32)).bitwise_and_(_MASK32))
 
 
 def _mix(words: Tensor) -> Tensor:

@@ -6,27 +6,28 @@ G, (k + 1) * G)` of it, G being the batch of all ranks together, and rank r gets
 slice of those. So what is left of an epoch follows from how many units all ranks have `consumed`,
 and the epoch can go on with another world size or another batch size.
 
-Three sources of batches know this, and `ShardSampler` keeps the place in one of them:
+Sources of batches know this, and `ShardSampler` keeps the place in one of them:
 - `ComputedBatches`: the order is a formula (in sequence, or shuffled by `Permutation`).
 - `DrawnBatches`: the order is what a `Sampler` draws, the same on all ranks. The units are samples,
   or whole batches where a batch sampler draws.
 - `BlockBatches`: every sample once, in one contiguous block for each rank (`uneven="exact"`).
+- `OwnBatches`: what a rank has of its own already (`shard=False`).
+- `stream.StreamBatches`: the positions in an iterable dataset.
 """
 
 from __future__ import annotations
 
-import random
-import sys
+import functools
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Sampler
 
 from ddpkit.permutation import BLOCK, Permutation, derive_seed
+from ddpkit.randomness import PrivateRandomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -39,24 +40,30 @@ __all__ = [
     "ComputedBatches",
     "DrawnBatches",
     "Layout",
+    "Note",
+    "OwnBatches",
     "Place",
-    "PrivateRandomness",
     "ShardSampler",
+    "Uneven",
+    "even_part",
     "layers",
     "tell_epoch",
+    "wrapped_datasets",
 ]
 
 FIRST_BLOCK = 2**10
 
+Uneven = Literal["pad", "drop", "exact"]
+
 
 @dataclass(frozen=True)
 class Layout:
-    """How the units of a global order are cut into steps, and a step into equal shares.
+    """How the units of a global order are cut into steps, and a step into shares.
 
     Example:
         >>> layout = Layout(batch_size=2, world_size=2, rank=0, uneven="pad")
-        >>> layout.steps(units=9), layout.tail_share(units=9), layout.repeated(units=9)
-        (3, 1, 1)
+        >>> layout.steps(9), layout.bounds(1), layout.repeated(9)
+        (3, (0, 1), 1)
     """
 
     batch_size: int
@@ -65,8 +72,9 @@ class Layout:
     """Number of ranks."""
     rank: int
     """Whose share is meant."""
-    uneven: Literal["pad", "drop"]
-    """Whether ranks stay together by repeating a few units or by leaving a few out."""
+    uneven: Uneven
+    """Whether the last step gives ranks equal shares, by repeating a few units or by leaving a few
+    out, or shares that differ by at most one."""
     drop_last: bool = False
     """Whether a last step of fewer than `global_batch` units is left out."""
 
@@ -75,16 +83,23 @@ class Layout:
         """Units of all ranks in one step."""
         return self.batch_size * self.world_size
 
-    def tail_share(self, units: int) -> int:
-        """Return how many units each rank gets in the last, partial step; 0 if there is none."""
-        tail = units % self.global_batch
+    def padded(self, size: int) -> int:
+        """Return how many units all ranks get in a step of this size, repeated ones included."""
+        if size == self.global_batch or (self.uneven == "exact" and not self.drop_last):
+            return size
         if self.drop_last:
             return 0
-        return -(-tail // self.world_size) if self.uneven == "pad" else tail // self.world_size
+        up = self.world_size - 1 if self.uneven == "pad" else 0
+        return (size + up) // self.world_size * self.world_size
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Return where this rank's share of a step of this size begins and ends."""
+        return even_part(self.padded(size), self.world_size, self.rank)
 
     def steps(self, units: int) -> int:
-        """Return how many steps these units make."""
-        return units // self.global_batch + (self.tail_share(units) > 0)
+        """Return how many steps these units make for this rank."""
+        start, stop = self.bounds(units % self.global_batch)
+        return units // self.global_batch + (stop > start)
 
     def repeated(self, units: int) -> int:
         """Return how many units are given out twice."""
@@ -95,7 +110,25 @@ class Layout:
         return max(0, units - self._given_out(units))
 
     def _given_out(self, units: int) -> int:
-        return units - units % self.global_batch + self.tail_share(units) * self.world_size
+        tail = units % self.global_batch
+        return units - tail + self.padded(tail)
+
+
+def even_part(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return where one of several contiguous parts begins and ends; sizes differ by at most one.
+
+    Args:
+        size: What is divided.
+        parts: Into how many.
+        index: Which part is meant.
+
+    Example:
+        >>> [even_part(5, 3, index) for index in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    share, longer = divmod(size, parts)
+    start = index * share + min(index, longer)
+    return start, start + share + (index < longer)
 
 
 class Batches(Protocol):
@@ -163,7 +196,7 @@ class ComputedBatches:
     def _order_of(self, epoch: int) -> Callable[[Tensor], Tensor]:
         if self.order == "sequential":
             return lambda positions: positions
-        return Permutation(self.length, seed=self.seed, epoch=epoch)
+        return _permutation(self.length, self.seed, epoch)
 
     def _positions(self, consumed: int) -> Iterator[Tensor]:
         """Yield this rank's positions, a row for each step and many rows at a time."""
@@ -176,10 +209,17 @@ class ComputedBatches:
             end = min(full_steps, step + rows)
             yield torch.arange(step, end)[:, None] * layout.global_batch + first_row
             step, rows = end, max(1, BLOCK // layout.batch_size)
-        if share := layout.tail_share(tail):
-            first = self.length - tail + layout.rank * share
+        start, stop = layout.bounds(tail)
+        if stop > start:
+            first = self.length - tail
             # Past the end of the order comes its head again: that is the padding.
-            yield torch.arange(first, first + share)[None] % self.length
+            yield torch.arange(first + start, first + stop)[None] % self.length
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(length: int, seed: int, epoch: int) -> Permutation:
+    """Keep the last few, for `peek()`, for several loaders and for simulated worlds."""
+    return Permutation(length, seed=seed, epoch=epoch)
 
 
 class DrawnBatches:
@@ -239,10 +279,7 @@ class DrawnBatches:
         return next(self.stream(epoch, consumed), None) is None
 
     def _share(self, step: list[Any], head: list[Any]) -> list[Any]:
-        whole = len(step) == self.layout.global_batch
-        size = self.layout.batch_size if whole else self.layout.tail_share(len(step))
-        padded = chain(step, cycle(head))
-        return list(islice(padded, self.layout.rank * size, (self.layout.rank + 1) * size))
+        return list(islice(chain(step, cycle(head)), *self.layout.bounds(len(step))))
 
 
 class BlockBatches:
@@ -268,9 +305,7 @@ class BlockBatches:
         self.length = length
         self.batch_size = batch_size
         self.world_size = world_size
-        size, longer = divmod(length, world_size)
-        start = rank * size + min(rank, longer)
-        self.block = range(start, start + size + (rank < longer))
+        self.block = range(*even_part(length, world_size, rank))
 
     def stream(self, epoch: int, consumed: int) -> Iterator[list[int]]:
         """Yield the batches that are left of the block."""
@@ -290,8 +325,65 @@ class BlockBatches:
         return consumed >= self.length
 
 
+class OwnBatches:
+    """The first batches of a part of the data that is this rank's own already.
+
+    What has been consumed is counted as if all ranks had the same amount, so that they agree on it
+    whatever they have.
+
+    Args:
+        batches: The batches of that part, in a world of one.
+        layout: Their layout.
+        steps: How many batches an epoch has; None for all that there are.
+    """
+
+    def __init__(self, batches: Batches, layout: Layout, steps: int | None) -> None:
+        self.batches = batches
+        self.layout = layout
+        self.limit = steps
+        self.order = batches.order
+
+    def stream(self, epoch: int, consumed: int) -> Iterator[Any]:
+        """Yield the batches that are left of the epoch."""
+        batches = self.batches.stream(epoch, consumed // self.layout.world_size)
+        if self.limit is None:
+            return batches
+        return islice(batches, max(0, self.limit - consumed // self.layout.global_batch))
+
+    def steps(self) -> int:
+        """Return the number of batches in an epoch."""
+        return self.batches.steps() if self.limit is None else self.limit
+
+    def advance(self, consumed: int) -> int:
+        """Return what has been consumed after one more step."""
+        return consumed + self.layout.global_batch
+
+    def is_finished(self, epoch: int, consumed: int) -> bool:
+        """Tell whether nothing is left of the epoch."""
+        if self.limit is None:
+            return self.batches.is_finished(epoch, consumed // self.layout.world_size)
+        return consumed >= self.limit * self.layout.global_batch
+
+
 @dataclass(frozen=True)
-class Place:
+class Note:
+    """What only those who have loaded a batch can say of it; nothing for data with keys."""
+
+    units: int | None = None
+    """Units that all ranks together receive in this step; None for a full step."""
+    is_empty: bool = False
+    """Whether there is no batch, because nothing is left."""
+    is_last: bool = False
+    """Whether it is known that no step comes after this one."""
+    worker: int = 0
+    """Who loaded it."""
+    first_item: str | None = None
+    """A digest of the first item of the pass, with the first batch of each worker."""
+    source_state: Any = None
+    """The state of an iterable dataset that has one, after this step."""
+
+
+class Place(NamedTuple):
     """Where a loader stands."""
 
     epoch: int
@@ -300,6 +392,10 @@ class Place:
     """Units of this epoch that all ranks together have received."""
     is_open: bool = False
     """Whether a pass has received batches up to here, so that the next pass is a new epoch."""
+    is_end: bool = False
+    """Whether it is known that the epoch ends here, which only a stream finds out on its way."""
+    source_state: Any = None
+    """The state here of a dataset that has one of its own."""
 
 
 class ShardSampler(Sampler[Any]):
@@ -325,7 +421,7 @@ class ShardSampler(Sampler[Any]):
         self.place = Place(epoch=0)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._stream(self.place)
+        return self.keys(self.place.epoch, self.place.consumed)
 
     def __len__(self) -> int:
         return self.batches.steps()
@@ -339,22 +435,35 @@ class ShardSampler(Sampler[Any]):
         if epoch != self.place.epoch:
             self.place = Place(epoch)
 
-    def peek(self) -> tuple[int, Any] | None:
-        """Return the next batch and its epoch, or None if this and the next epoch have none."""
-        for place in (self.place, Place(self.place.epoch + 1)):
-            for batch in self._stream(place):
-                return place.epoch, batch
-        return None
+    def keys(self, epoch: int, consumed: int) -> Iterator[Any]:
+        """Yield what is left of an epoch from a place on, batch by batch.
 
-    def restore(self, epoch: int, consumed: int) -> None:
+        Args:
+            epoch: The epoch.
+            consumed: The units that all ranks together have received of it.
+        """
+        stream = self.batches.stream(epoch, consumed)
+        return (batch[0] for batch in stream) if self.unbatched else stream
+
+    def upcoming(self) -> Iterator[tuple[Place, Any]]:
+        """Yield what may come next: the first batch from here on, and that of the next epoch."""
+        following = Place(self.place.epoch + 1)
+        for place in (following,) if self.place.is_end else (self.place, following):
+            for batch in self.keys(place.epoch, place.consumed):
+                yield place, batch
+                break
+
+    def restore(self, epoch: int, consumed: int, source_state: Any = None) -> None:
         """Go to a saved place; one at the end of an epoch is the beginning of the next.
 
         Args:
             epoch: The saved epoch.
             consumed: The units that all ranks together had received of it.
+            source_state: The state there of a dataset that has one of its own.
         """
         finished = consumed > 0 and self.batches.is_finished(epoch, consumed)
-        self.place = Place(epoch + 1) if finished else Place(epoch, consumed)
+        here = Place(epoch, consumed, source_state=source_state)
+        self.place = Place(epoch + 1) if finished else here
 
     def begin(self) -> Place:
         """Begin a pass; one that is still open and has received anything ends its epoch here.
@@ -363,20 +472,29 @@ class ShardSampler(Sampler[Any]):
             The place of the new pass.
         """
         here = self.place
-        self.place = Place(here.epoch + 1) if here.is_open else Place(here.epoch, here.consumed)
+        self.place = Place(here.epoch + 1) if here.is_open else here._replace()
         return self.place
 
-    def receive(self, place: Place) -> Place:
+    def receive(self, place: Place, note: Note | None = None) -> Place:
         """Count one more step of the pass that stood at this place.
 
         Args:
             place: What `begin` or the last `receive` of the pass returned.
+            note: What there is to say of the step, if it was no ordinary one.
 
         Returns:
             The place of the pass now.
         """
-        consumed = self.batches.advance(place.consumed)
-        return self._move(place, Place(place.epoch, consumed, is_open=True))
+        if note is None:
+            after = Place(place.epoch, self.batches.advance(place.consumed), is_open=True)
+        else:
+            after = self._place_after(place, note)
+        return self._move(place, after)
+
+    def _place_after(self, place: Place, note: Note) -> Place:
+        here, units = place.consumed, note.units
+        consumed = self.batches.advance(here) if units is None else here + units
+        return Place(place.epoch, consumed, True, note.is_last, note.source_state)
 
     def end(self, place: Place) -> None:
         """End the epoch of the pass that stood at this place.
@@ -386,62 +504,10 @@ class ShardSampler(Sampler[Any]):
         """
         self._move(place, Place(place.epoch + 1))
 
-    def _stream(self, place: Place) -> Iterator[Any]:
-        stream = self.batches.stream(place.epoch, place.consumed)
-        return (batch[0] for batch in stream) if self.unbatched else stream
-
     def _move(self, before: Place, after: Place) -> Place:
         if self.place is before:
             self.place = after
         return after
-
-
-class PrivateRandomness:
-    """Random streams of one's own, in the place of the global ones while they are borrowed.
-
-    Args:
-        seed: Where torch's, `random`'s and (if it is loaded) numpy's global stream start.
-        generators: Generators that are treated likewise.
-
-    Example:
-        >>> private = PrivateRandomness(seed=0)
-        >>> with private.borrowed():
-        ...     first = torch.rand(())
-        >>> with PrivateRandomness(seed=0).borrowed():
-        ...     bool(first == torch.rand(()))
-        True
-    """
-
-    def __init__(self, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
-        self._generators = [torch.default_generator, *generators]
-        self._numpy = sys.modules.get("numpy")
-        fresh = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._generators]
-        self._own = (fresh, random.Random(seed).getstate(), self._fresh_numpy(seed))
-
-    @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Go on with the private streams inside the block and with the global ones after it."""
-        outer = self._read()
-        self._write(self._own)
-        try:
-            yield
-        finally:
-            self._own = self._read()
-            self._write(outer)
-
-    def _read(self) -> tuple[list[Tensor], Any, Any]:
-        states = [generator.get_state() for generator in self._generators]
-        return states, random.getstate(), self._numpy and self._numpy.random.get_state()
-
-    def _write(self, states: tuple[list[Tensor], Any, Any]) -> None:
-        for generator, state in zip(self._generators, states[0], strict=True):
-            generator.set_state(state)
-        random.setstate(states[1])
-        if self._numpy:
-            self._numpy.random.set_state(states[2])
-
-    def _fresh_numpy(self, seed: int) -> Any:
-        return self._numpy and self._numpy.random.RandomState(seed % 2**32).get_state()
 
 
 class _Drawn:
@@ -466,23 +532,41 @@ class _Drawn:
             deque(islice(self._units, count), maxlen=0)
 
 
-def layers(outermost: Any, link: str) -> list[Any]:
+def layers(outermost: Any, *links: str) -> list[Any]:
     """Return an object and those that it wraps, from the outside inwards.
 
     Args:
         outermost: A sampler or a dataset.
-        link: The attribute that holds the wrapped one. An object that makes attributes up when
-        asked
-            is taken to wrap nothing.
+        *links: The attributes that hold the wrapped one; those that end in "s" hold several in a
+            container. An object that makes attributes up when asked is taken to wrap nothing.
 
     Returns:
         At least the outermost object.
     """
     found: list[Any] = []
-    while outermost is not None and not any(outermost is layer for layer in found):
-        found.append(outermost)
-        outermost = getattr(outermost, "__dict__", {}).get(link)
+    waiting = [outermost]
+    while waiting:
+        layer = waiting.pop(0)
+        if layer is None or any(layer is other for other in found):
+            continue
+        found.append(layer)
+        attributes = getattr(layer, "__dict__", {})
+        waiting += [attributes.get(link) for link in links if not link.endswith("s")]
+        for link in links:
+            if link.endswith("s"):
+                waiting += _members(attributes.get(link))
     return found
+
+
+def _members(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return list(container.values())
+    return list(container) if isinstance(container, (list, tuple)) else []
+
+
+def wrapped_datasets(dataset: Any) -> list[Any]:
+    """Return a dataset and those that it wraps, as `Subset` and `ConcatDataset` do."""
+    return layers(dataset, "dataset", "datasets")
 
 
 def tell_epoch(wrapped: Iterable[Any], epoch: int) -> None:

@@ -20,9 +20,10 @@ import torch
 # DDP's constructor imports it, which takes longer than these tests: once here, not in every rank.
 import torch._dynamo
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from ddpkit import (
+    ShardedLoader,
     World,
     all_ranks,
     any_rank,
@@ -103,6 +104,26 @@ class Step:
 
 step = Step()
 
+
+class Parts:
+    """A pass over data that ranks have parts of, so that they have to agree on its end."""
+
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    loader: ShardedLoader[int]
+
+    def prepare(self) -> None:
+        self.loader = sharded_loader(self.Numbers(), shard=False)
+
+    def go_through(self) -> None:
+        for _ in self.loader:
+            pass
+
+
+parts = Parts()
+
 CASES = {
     "barrier": of_the_agree_family("barrier", lambda _: barrier(), 1),
     "on_rank0": of_the_agree_family("on_rank0", lambda _: on_rank0(int), 0),
@@ -127,6 +148,7 @@ CASES = {
     ),
     "reduce_sum": of_torch(lambda _: reduce_sum(1)),
     "reduce_mean": of_torch(lambda _: reduce_mean(1.0)),
+    "pass over parts": of_torch(lambda _: parts.go_through(), parts.prepare),
     "backward": of_torch(lambda _: step.backward(), step.prepare),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

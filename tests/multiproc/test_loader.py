@@ -1,20 +1,36 @@
 """`sharded_loader` on real ranks: what each of them sees, and what they agree on."""
 
+import os
 import random
+import signal
+import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
-from ddpkit.errors import ConfigError, GroupError
+from ddpkit.errors import ConfigError, GroupError, WorkerError
 from ddpkit.group import get_rank, get_world_size
 from ddpkit.loader import sharded_loader
 from ddpkit.testing import run_ranks
 
 LENGTH = 23
+# torch installs this handler for good with the first worker of a process; see unit/test_loader.py.
+_set_SIGCHLD_handler()
+
 # A place to write down how far a rank came, and where to go on.
 Leg = tuple[list[list[int]], dict[str, Any]]
 
@@ -168,3 +184,332 @@ def test_given_ranks_need_nobody() -> None:
         return ids(sharded_loader(dataset(6), batch_size=3, num_replicas=2, rank=1))
 
     assert run_ranks(alone)[0] == [[3, 4, 5]]
+
+
+# ------------------------------------------------------------------------------- iterable datasets
+
+
+class Stream(IterableDataset[int]):
+    """Yields its numbers, shuffled by the global stream if it is asked to."""
+
+    def __init__(self, numbers: Iterable[int], *, shuffle: bool = False) -> None:
+        self.numbers = list(numbers)
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(self.numbers)
+        if self.shuffle:
+            random.shuffle(numbers)
+        yield from numbers
+
+
+def numbers_of(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_ranks_share_a_stream(workers: int) -> None:
+    def passes() -> list[list[list[int]]]:
+        random.seed(get_rank())
+        stream = Stream(range(LENGTH), shuffle=True)
+        loader = sharded_loader(stream, batch_size=4, num_workers=workers)
+        return [numbers_of(loader), numbers_of(loader)]
+
+    first, second = run_ranks(passes)
+    alone = sharded_loader(Stream(range(LENGTH), shuffle=True), batch_size=8)
+    for mine, others in zip(first, second, strict=True):
+        whole = numbers_of(alone)
+        steps = [a + b for a, b in zip(mine, others, strict=True)]
+        assert sorted(i for step in whole for i in step) == list(range(LENGTH))
+        assert [step[: len(w)] for step, w in zip(steps, whole, strict=True)] == whole
+
+
+def test_a_stream_goes_on_in_other_worlds() -> None:
+    def leg(state: dict[str, Any] | None, stop: int | None, batch_size: int, workers: int) -> Leg:
+        stream = Stream(range(LENGTH), shuffle=True)
+        loader = sharded_loader(stream, batch_size=batch_size, uneven="drop", num_workers=workers)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen, state = [], loader.state_dict()
+        for batch in loader:
+            seen.append(batch.tolist())
+            state = loader.state_dict()
+            if len(seen) == stop:
+                break
+        return seen, state
+
+    state: dict[str, Any] | None = None
+    order: list[int] = []
+    for world, *options in ((2, 2, 2, 2), (3, 1, 2, 0), (1, None, 4, 2)):
+        legs = run_ranks(leg, world, args=(state, *options))
+        order += [
+            i for step in zip(*(seen for seen, _ in legs), strict=True) for b in step for i in b
+        ]
+        state = legs[0][1]
+        assert all(other == state for _, other in legs)
+    unbroken = sharded_loader(Stream(range(LENGTH), shuffle=True), batch_size=LENGTH)
+    assert [order] == numbers_of(unbroken)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_splits_itself_is_noticed_and_the_remedy_named(workers: int) -> None:
+    def split() -> tuple[list[list[int]], str]:
+        stream = Stream(range(get_rank(), 12, 2))
+        loader = sharded_loader(stream, batch_size=2, num_workers=workers)
+        seen: list[list[int]] = []
+        try:
+            for batch in loader:
+                seen.append(batch.tolist())
+                dist.all_reduce(torch.ones(1))
+        except GroupError as error:
+            return seen, str(error)
+        return seen, "no error"
+
+    for seen, text in run_ranks(split):
+        assert len(seen) == 1
+        assert "shard=False" in text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_with_parts_of_their_own_stop_together(workers: int) -> None:
+    def go_through() -> tuple[int, list[list[int]]]:
+        stream = Stream(range(100 * get_rank(), 100 * get_rank() + 5 + 6 * get_rank()))
+        loader = sharded_loader(stream, batch_size=2, shard=False, num_workers=workers)
+        seen: list[list[int]] = []
+        for _ in range(2):
+            for batch in loader:
+                seen.append(batch.tolist())
+                dist.all_reduce(torch.ones(1))  # would wait for a rank that has stopped
+        return loader.epoch, sorted(seen)
+
+    (first_epoch, first), (second_epoch, second) = run_ranks(go_through)
+    assert first_epoch == second_epoch == 2
+    assert len(first) == len(second)
+    if workers == 0:
+        assert first == sorted(2 * [[0, 1], [2, 3], [4]])
+        assert second == sorted(2 * [[100, 101], [102, 103], [104, 105]])
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_rank_without_data_ends_the_epoch_of_all(empty: int) -> None:
+    def go_through() -> tuple[int, int]:
+        stream = Stream([] if get_rank() == empty else range(9))
+        loader = sharded_loader(stream, batch_size=2, shard=False)
+        return len(list(loader)), loader.epoch
+
+    assert run_ranks(go_through) == [(0, 1)] * 2
+
+
+def test_exact_parts_end_where_they_end() -> None:
+    def go_through() -> int:
+        stream = Stream(range(3 + 4 * get_rank()))
+        return len(list(sharded_loader(stream, batch_size=2, shard=False, uneven="exact")))
+
+    assert run_ranks(go_through) == [2, 4]
+
+
+@pytest.mark.parametrize(("uneven", "expected"), [("pad", [2, 2]), ("exact", [2, 4])])
+def test_parts_with_keys_agree_on_the_length_beforehand(uneven: Any, expected: list[int]) -> None:
+    def go_through() -> tuple[int, int, dict[str, Any]]:
+        part = dataset(3 + 4 * get_rank())
+        loader = sharded_loader(part, batch_size=2, shard=False, uneven=uneven)
+        return len(loader), len(list(loader)), loader.state_dict()
+
+    found = run_ranks(go_through)
+    assert [(length, seen) for length, seen, _ in found] == [(n, n) for n in expected]
+    assert found[0][2] == found[1][2]
+    assert found[0][2]["length"] == 10
+
+
+def test_a_distributed_sampler_is_kept_where_nothing_else_splits() -> None:
+    def go_through() -> list[list[list[int]]]:
+        sampler: Any = DistributedSampler(dataset(), seed=3)
+        old = DataLoader(dataset(), batch_size=4, sampler=sampler)
+        loader = sharded_loader(old, shard=False)
+        return [ids(loader), ids(loader)]
+
+    for rank, epochs in enumerate(run_ranks(go_through)):
+        for epoch, seen in enumerate(epochs):
+            sampler: Any = DistributedSampler(dataset(), 2, rank, seed=3)
+            sampler.set_epoch(epoch)
+            assert [i for batch in seen for i in batch] == list(sampler)
+
+
+# ------------------------------------------------------------------------------ ranks that differ
+
+
+def second_step_of(prepare: Callable[[Any], None], **options: Any) -> tuple[int, str]:
+    """How many steps a rank made before it was told, and what it was told."""
+    loader = sharded_loader(dataset(), batch_size=2, shuffle=True, **options)
+    prepare(loader)
+    steps = 0
+    try:
+        for _ in loader:
+            steps += 1
+            dist.all_reduce(torch.ones(1))
+    except GroupError as error:
+        return steps, str(error)
+    return steps, "no error"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_in_different_epochs_are_told_at_the_second_step(workers: int) -> None:
+    def differ() -> tuple[int, str]:
+        return second_step_of(lambda loader: loader.set_epoch(get_rank()), num_workers=workers)
+
+    for steps, text in run_ranks(differ):
+        assert steps == 1
+        assert "epoch 0" in text
+        assert "epoch 1" in text
+        assert "set_epoch" in text
+
+
+def test_ranks_in_different_places_are_told_at_the_second_step() -> None:
+    def differ() -> tuple[int, str]:
+        def prepare(loader: Any) -> None:
+            loader.load_state_dict({**loader.state_dict(), "consumed": 4 * get_rank()})
+
+        return second_step_of(prepare)
+
+    for steps, text in run_ranks(differ, 3):
+        assert steps == 1
+        assert "began" in text
+        assert "load_state_dict" in text
+
+
+def test_ranks_that_agree_go_through_many_passes() -> None:
+    def agree() -> int:
+        loader = sharded_loader(dataset(4), batch_size=1, shuffle=True)
+        for _ in range(20):
+            for _ in loader:
+                dist.all_reduce(torch.ones(1))
+        return loader.epoch
+
+    assert run_ranks(agree, 3) == [20] * 3
+
+
+def test_a_rank_that_is_ahead_is_no_difference() -> None:
+    def hurry() -> int:
+        loader = sharded_loader(dataset(8), batch_size=1, shuffle=True)
+        for _ in range(3):
+            for _ in loader:
+                time.sleep(0.05 * get_rank())
+        return loader.epoch
+
+    assert run_ranks(hurry) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["list", "subset"])
+def test_a_dataset_that_each_rank_has_shuffled_is_noticed_and_the_attribute_named(
+    kind: str,
+) -> None:
+    def make() -> str:
+        random.seed(get_rank())
+        order = random.sample(range(LENGTH), LENGTH)
+        source: Any = Listed(order) if kind == "list" else Subset(dataset(), order)
+        try:
+            sharded_loader(source, batch_size=1)
+        except GroupError as error:
+            return str(error)
+        return "no error"
+
+    first, second = run_ranks(make)
+    assert first == second
+    assert ("Listed.files" if kind == "list" else "Subset.indices") in first
+    assert "rank 1" in first
+
+
+class Listed(Dataset[int]):
+    """Has a list of files, in a folder that differs by rank."""
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self.files = [f"/node-{get_rank()}/file-{number}" for number in order]
+        self.cache: list[Any] = [None] * len(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_folders_may_differ_between_ranks() -> None:
+    def make() -> int:
+        return len(list(sharded_loader(Listed(range(22)), batch_size=1)))
+
+    assert run_ranks(make) == [11, 11]
+
+
+def test_ranks_draw_different_random_numbers_although_their_global_streams_are_alike() -> None:
+    def roll() -> tuple[list[float], bool]:
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        loader = sharded_loader(Noise(), batch_size=2)
+        drawn = [value for batch in loader for value in batch.tolist()]
+        return drawn, torch.equal(torch.get_rng_state(), before)
+
+    first, second = run_ranks(roll)
+    assert run_ranks(roll) == [first, second]
+    assert first[1]
+    assert second[1]
+    assert len({*first[0], *second[0]}) == 8
+
+
+class Noise(Dataset[float]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+# ---------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_on_one_rank_is_the_error_of_the_launch(workers: int) -> None:
+    class Broken(Stream):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            if get_rank_of_environment() == 1:
+                raise OSError("disk on fire")
+            yield from range(4, 12)
+
+    def train() -> None:
+        for _ in sharded_loader(Broken([]), batch_size=1, num_workers=workers):
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        run_ranks(train)
+    cause: Any = caught.value.__cause__
+    assert cause.rank == 1
+
+
+def get_rank_of_environment() -> int:
+    return int(os.environ["RANK"])  # a data worker has no group to ask
+
+
+def test_a_rank_that_dies_does_not_leave_the_other_waiting_for_its_vote() -> None:
+    def train() -> None:
+        for step, _ in enumerate(sharded_loader(Stream(range(50)), batch_size=1, shard=False)):
+            if step == 3 and get_rank() == 1:
+                os._exit(7)
+
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="exit code 7"):
+        run_ranks(train)
+    assert time.monotonic() - began < 20
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    class Deadly(Stream):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        for _ in sharded_loader(Deadly([]), batch_size=1, num_workers=1):
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
+        run_ranks(train)

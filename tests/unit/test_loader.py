@@ -3,22 +3,22 @@
 import logging
 import random
 import warnings
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import Counter, namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
@@ -240,7 +240,7 @@ def test_persistent_or_not_the_epochs_are_the_same(workers: int) -> None:
             found.append(batch.tolist())
             break
     found += ids(loader)
-    del loader._iterator
+    del loader._engine
     assert found == [*(ids(make_at(e))[0] for e in range(3)), *ids(make_at(3))]
 
 
@@ -363,7 +363,7 @@ def test_restoring_inside_a_pass_ends_what_that_pass_counts() -> None:
         ({"order": "sequential"}, "order='sequential'"),
         ({"epoch": -1}, "epoch=-1"),
         ({"consumed": 1.5}, "consumed=1.5"),
-        ({"uneven": "exact"}, "between epochs"),
+        ({"split": "by rank"}, "between epochs"),
     ],
 )
 def test_a_state_of_another_loader_is_refused(change: dict[str, Any], message: str) -> None:
@@ -385,7 +385,7 @@ def test_exact_resumes_in_the_same_world_only() -> None:
     whole = ids(loader)
     middle = {**loader.state_dict(), "epoch": 0, "consumed": 8}
     assert ids(make_from(middle, num_replicas=2, rank=1, **options)) == whole[2:]
-    with pytest.raises(ConfigError, match=r"2 ranks.*3 ranks"):
+    with pytest.raises(ConfigError, match=r"world_size=2.*world_size=3"):
         make_from(middle, num_replicas=3, rank=1, **options)
     assert make_from(loader.state_dict(), num_replicas=3, rank=1, **options).epoch == 1
 
@@ -489,11 +489,6 @@ def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
 # ------------------------------------------------------------------------------------- bad requests
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -529,12 +524,8 @@ def test_bad_requests_say_what_to_do(options: dict[str, Any], message: str) -> N
         sharded_loader(Numbers(), **options)
 
 
-def test_datasets_that_cannot_be_split_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Stream.* yet"):
-        sharded_loader(Stream())
-    with pytest.raises(ConfigError, match=r"Stream.* yet"):
-        sharded_loader(DataLoader(Stream()))
-    with pytest.raises(ConfigError, match="no __len__"):
+def test_what_has_neither_keys_nor_an_iteration_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no __len__.*IterableDataset"):
         sharded_loader(object())  # type: ignore[arg-type]
 
 
@@ -552,7 +543,8 @@ def test_the_effective_batch_size_is_logged_once(caplog: pytest.LogCaptureFixtur
             loader = make(num_replicas=2, rank=rank)
             list(loader)
     assert [record.getMessage() for record in caplog.records] == [
-        "effective batch size 4 (2 ranks x 2), 23 samples, 1 repeated and 0 dropped in each epoch"
+        "effective batch size 4 (2 ranks x 2), 23 samples, of which each rank takes 12 in 6 steps; "
+        "1 repeated and 0 dropped in each epoch"
     ]
 
 
@@ -597,6 +589,153 @@ def test_batches_are_moved_with_their_structure() -> None:
 def test_pinning_is_left_out_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for kind in (None, "mps", "cuda"):
-        monkeypatch.setattr("ddpkit.loader.accelerator_type", lambda kind=kind: kind)
+        monkeypatch.setattr("ddpkit.recipe.accelerator_type", lambda kind=kind: kind)
         found[kind] = [make().pin_memory, *(make(pin_memory=p).pin_memory for p in (True, False))]
     assert found == {None: [False] * 3, "mps": [False] * 3, "cuda": [True, True, False]}
+
+
+# ------------------------------------------------------------------- what datasets and workers see
+
+
+class Told(Numbers):
+    """Yields the epoch that it has been told, and who loads."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        return self.epoch, -1 if info is None else info.id
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(4)), ConcatDataset])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_reaches_wrapped_datasets_in_workers_that_persist(
+    workers: int, wrap: Any
+) -> None:
+    datasets = [Told(2), Told(2)]
+    source = wrap(datasets) if wrap is ConcatDataset else wrap(Told(4))
+    loader = make(source, num_workers=workers, persistent_workers=workers > 0)
+    found = [[(epochs.tolist(), who.tolist()) for epochs, who in loader] for _ in range(3)]
+    loader._engine = None
+    who = [[0, 0], [1, 1]] if workers else [[-1, -1]] * 2
+    assert found == [[([epoch] * 2, w) for w in who] for epoch in range(3)]
+
+
+def set_scale(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.scale = 10 + worker_id
+
+
+class Scaled(Numbers):
+    scale = 1
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.scale
+
+
+def test_worker_init_fn_finds_the_dataset() -> None:
+    loader = make(Scaled(4), shuffle=False, num_workers=2, worker_init_fn=set_scale)
+    assert ids(loader) == [[0, 10], [22, 33]]
+    assert isinstance(loader.dataset, Scaled)
+
+
+def test_options_that_a_script_changes_later_count() -> None:
+    loader = make(Numbers(4), shuffle=False)
+    loader.collate_fn = collate_negative
+    assert ids(loader) == [[0, -1], [-2, -3]]
+    assert loader.peek().tolist() == [0, -1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_persistent_workers_draw_what_fresh_ones_draw(workers: int) -> None:
+    def rolls(persistent: bool) -> list[Any]:
+        loader = make(Dice(8), num_workers=workers, persistent_workers=persistent and workers > 0)
+        found = [[(a.tolist(), b.tolist()) for a, b in loader] for _ in range(3)]
+        loader._engine = None
+        return found
+
+    assert rolls(True) == rolls(False)
+    assert len({str(epoch) for epoch in rolls(True)}) == 3
+
+
+def test_what_is_drawn_does_not_depend_on_workers_nor_on_a_resume() -> None:
+    def rolls(loader: ShardedLoader[Any]) -> list[Any]:
+        return [(a.tolist(), b.tolist()) for a, b in loader]
+
+    unbroken = rolls(make(Dice(12)))
+    assert rolls(make(Dice(12), num_workers=2)) == unbroken
+    resumed = make_from({**make(Dice(12)).state_dict(), "consumed": 4}, source=Dice(12))
+    assert resumed.peek()[0].tolist() == unbroken[2][0]
+    assert rolls(resumed) == unbroken[2:]
+
+
+def seed_alike(worker_id: int) -> None:
+    torch.manual_seed(worker_id)
+    random.seed(worker_id)
+
+
+def test_what_a_worker_init_fn_has_seeded_stays() -> None:
+    loader = make(
+        Dice(4),
+        shuffle=False,
+        num_workers=2,
+        persistent_workers=True,
+        worker_init_fn=seed_alike,
+    )
+    first = [a.tolist() for a, _ in loader]
+    generator = torch.Generator().manual_seed(0)
+    expected = [int(torch.randint(10**9, (), generator=generator)) for _ in range(4)]
+    assert first[0] == expected[:2]
+    assert next(iter(loader))[0].tolist() == expected[2:]
+    loader._engine = None
+
+
+def test_a_dataset_in_this_process_draws_from_streams_of_its_own() -> None:
+    def rolls(rank: int) -> list[tuple[int, int]]:
+        loader = make(Dice(8), num_replicas=2, rank=rank)
+        return [
+            pair
+            for _ in range(2)
+            for a, b in loader
+            for pair in zip(a.tolist(), b.tolist(), strict=True)
+        ]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state().tolist(), random.getstate()
+    first, second = rolls(0), rolls(1)
+    assert (torch.get_rng_state().tolist(), random.getstate()) == before
+    torch.manual_seed(2)
+    assert rolls(0) == first
+    assert len({*first, *second}) == 16
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
+def test_ten_thousand_ranks_share_every_sample(uneven: Any) -> None:
+    """In one process, each rank with a loader of its own."""
+    world, length = 10_000, 123_457
+    numbers = Numbers(length)
+    seen = torch.zeros(length, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rank in range(world):
+            loader = make(
+                *(numbers,),
+                batch_size=4,
+                uneven=uneven,
+                shuffle=uneven != "exact",
+                num_replicas=world,
+                rank=rank,
+            )
+            share = torch.tensor([i for batch in loader.sampler for i in batch])
+            seen.index_add_(0, share, torch.ones_like(share))
+    counts = Counter(seen.tolist())
+    assert counts[1] + counts[0] + counts[2] == length
+    if uneven == "exact":
+        assert counts == {1: length}
+    if uneven == "pad":
+        assert (counts[0], counts[2]) == (0, -length % world)
+    if uneven == "drop":
+        assert (counts[0], counts[2]) == (length % world, 0)

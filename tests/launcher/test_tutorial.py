@@ -1,0 +1,113 @@
+"""The data-loading step of the tutorial: who got which sample, read from what it prints."""
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_examples import REPOSITORY, TORCHRUN, messages_in, run
+
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(120)]
+
+DATA_LOADING = str(REPOSITORY / "examples" / "tutorial" / "data_loading.py")
+LENGTH = 11
+
+RANK_LINE = re.compile(r"(epoch \d|evaluation), rank (\d+): (.*)")
+TOGETHER_LINE = re.compile(
+    r"(epoch \d|evaluation), together: (\d+) of (\d+) samples, "
+    r"(?:none repeated|repeated as padding: (.*))"
+)
+
+Batches = list[list[int]]
+Shares = dict[str, list[Batches]]
+
+
+def shares_in(output: str) -> Shares:
+    """Return the batches of every rank in every pass; each rank must come once and in order."""
+    shares: Shares = {}
+    for name, rank, batches in RANK_LINE.findall(output):
+        ranks = shares.setdefault(name, [])
+        assert int(rank) == len(ranks)
+        ranks.append(json.loads(batches))
+    return shares
+
+
+def global_order(ranks: list[Batches]) -> list[int]:
+    """Return the samples step by step, those of rank 0 first within a step."""
+    return [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+
+
+def samples(ranks: list[Batches]) -> Counter[int]:
+    return Counter(index for batches in ranks for batch in batches for index in batch)
+
+
+def check(output: str, world_size: int) -> Shares:
+    """Judge a whole output by the samples in it, and its own words by the same."""
+    shares = shares_in(output)
+    assert list(shares) == ["epoch 1", "epoch 2", "evaluation"]
+    assert [len(ranks) for ranks in shares.values()] == [world_size] * 3
+    check_epochs(shares["epoch 1"], shares["epoch 2"], world_size)
+    assert samples(shares["evaluation"]) == Counter(range(LENGTH))
+    said = {name: words for name, *words in TOGETHER_LINE.findall(output)}
+    assert said == {name: words_for(ranks) for name, ranks in shares.items()}
+    assert output.splitlines()[-1] == f"the evaluation counted {LENGTH} of {LENGTH} samples"
+    return shares
+
+
+def check_epochs(first: list[Batches], second: list[Batches], world_size: int) -> None:
+    padding = -LENGTH % world_size
+    for ranks in (first, second):
+        assert len({sum(map(len, batches)) for batches in ranks}) == 1
+        order = global_order(ranks)
+        assert sorted(order[:LENGTH]) == list(range(LENGTH))
+        assert order[LENGTH:] == order[:padding]
+    assert global_order(first) != global_order(second)
+
+
+def words_for(ranks: list[Batches]) -> list[str]:
+    repeated = sorted((samples(ranks) - Counter(range(LENGTH))).elements())
+    return [str(LENGTH), str(LENGTH), str(repeated) if repeated else ""]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Shares]:
+    """Run the script with so many ranks and so many samples in a batch, once for all tests."""
+
+    @functools.cache
+    def load(ranks: int, batch_size: int) -> Shares:
+        options = ["--nproc-per-node", str(ranks), "--batch-size", str(batch_size)]
+        folder = tmp_path_factory.mktemp("tutorial")
+        result = run(folder, DATA_LOADING, *options, "--length", str(LENGTH))
+        assert result.stderr == ""
+        assert list(folder.iterdir()) == []
+        return check(result.stdout, ranks)
+
+    return load
+
+
+def test_two_ranks_share_every_epoch(shared: Callable[[int, int], Shares]) -> None:
+    shares = shared(2, 2)
+    for ranks in shares.values():
+        assert [len(batches) for batches in ranks] == [3, 3]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (4, 1)])
+def test_any_number_of_ranks_takes_the_same_steps(
+    ranks: int, batch_size: int, shared: Callable[[int, int], Shares]
+) -> None:
+    of_these, of_two = shared(ranks, batch_size), shared(2, 2)
+    for name in ("epoch 1", "epoch 2"):
+        order = global_order(of_these[name])
+        assert order[:LENGTH] == global_order(of_two[name])[:LENGTH]
+
+
+@pytest.mark.drill
+def test_torchrun_prints_the_same(tmp_path: Path, shared: Callable[[int, int], Shares]) -> None:
+    result = run(tmp_path, *TORCHRUN, "2", DATA_LOADING)  # by default as many samples
+    assert messages_in(result.stderr) == ""
+    assert check(result.stdout, 2) == shared(2, 2)
