@@ -260,8 +260,8 @@ class ShardedLoader(DataLoader[T_co]):
         if not self._share.is_stream:
             return replies
         if self._share.shard:
-            return _until_the_end(replies, workers=1)
-        own = _until_the_end(replies, workers=max(1, self.num_workers))
+            return _until_the_end(replies, self._share.layout, workers=1)
+        own = _until_the_end(replies, self._share.layout, workers=max(1, self.num_workers))
         for _ in range(consumed // self._share.layout.global_batch):
             next(own, None)
         agrees = self._check is not None and self._share.uneven != "exact"
@@ -450,7 +450,7 @@ def _as_it_is(reply: Any) -> Any:
     return reply
 
 
-def _until_the_end(replies: Iterator[Reply], *, workers: int) -> Iterator[Reply]:
+def _until_the_end(replies: Iterator[Reply], layout: Layout, *, workers: int) -> Iterator[Reply]:
     """Yield replies with batches until as many workers as needed have no more."""
     ended: set[int] = set()
     first_items: set[str] = set()
@@ -466,12 +466,21 @@ def _until_the_end(replies: Iterator[Reply], *, workers: int) -> Iterator[Reply]
                 "shuffles, let it do so by torch's, numpy's or random's global stream, which is "
                 "the same in all workers there, or by a seed of its own and the epoch."
             )
+        if note.is_last:
+            _announce_tail(layout, note.units or 0)
         if not note.is_empty:
             yield batch, note
             continue
         ended.add(note.worker)
         if len(ended) >= workers:
             return
+
+
+def _announce_tail(layout: Layout, units: int) -> None:
+    """Say what only the end of a stream tells."""
+    repeated, dropped = layout.repeated(units), layout.dropped(units)
+    if layout.rank == 0 and (repeated or dropped):
+        _logger.info("%d repeated and %d dropped at the end of this pass", repeated, dropped)
 
 
 # ------------------------------------------------------------------------------------ who gets what

@@ -335,6 +335,42 @@ def test_a_distributed_sampler_is_kept_where_nothing_else_splits() -> None:
             assert [i for batch in seen for i in batch] == list(sampler)
 
 
+@pytest.mark.parametrize("kind", ["keys", "stream"])
+def test_the_global_batches_stay_the_same_from_two_ranks_to_three_to_one(kind: str) -> None:
+    def leg(
+        state: dict[str, Any] | None, stop: int | None, workers: int
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        source: Any = Stream(range(LENGTH), shuffle=True) if kind == "stream" else range(LENGTH)
+        loader = sharded_loader(
+            source,
+            global_batch_size=6,
+            shuffle=True if kind == "keys" else None,
+            num_workers=workers,
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        seen, state = [], loader.state_dict()
+        for batch in loader:
+            seen.append(batch.tolist())
+            state = loader.state_dict()
+            if len(seen) == stop:
+                break
+        return seen, state
+
+    steps: list[list[int]] = []
+    state: dict[str, Any] | None = None
+    for world, stop, workers in ((2, 1, 2), (3, 2, 0), (1, None, 2)):
+        legs = run_ranks(leg, world, args=(state, stop, workers))
+        steps += [
+            [i for share in step for i in share]
+            for step in zip(*(seen for seen, _ in legs), strict=True)
+        ]
+        state = legs[0][1]
+        assert all(other == state for _, other in legs)
+    assert steps == leg(None, None, 0)[0]
+    assert sorted(i for step in steps for i in step) == list(range(LENGTH))
+
+
 # ------------------------------------------------------------------------------ ranks that differ
 
 
@@ -513,3 +549,21 @@ def test_a_worker_that_is_killed_is_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed|exited)"):
         run_ranks(train)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_load_the_same(method: str) -> None:
+    for source in (range(LENGTH), Stream(range(LENGTH), shuffle=True)):
+        loader = sharded_loader(
+            source,
+            batch_size=4,
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context=method,
+        )
+        loader.peek()
+        alone = sharded_loader(source, batch_size=4)
+        for _ in range(2):
+            assert numbers_of(loader) == numbers_of(alone)
+        loader._engine = None

@@ -1,6 +1,8 @@
 """Iterable datasets: who gets which item, without processes and with real workers."""
 
+import copy
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -213,6 +215,62 @@ def test_single_items_and_conversion() -> None:
     single = DataLoader(Stream(5), batch_size=None)
     assert list(make(single, None, 2, 1)) == [1, 3, 0]
     assert list(make(single, 2, 2, 1))[-1].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("uneven", "expected"),
+    [
+        ("pad", ["1 repeated and 0 dropped at the end of this pass"]),
+        ("drop", ["0 repeated and 2 dropped at the end of this pass"]),
+        ("exact", []),
+    ],
+)
+def test_what_the_end_repeats_or_drops_is_logged_once(
+    uneven: Mode, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    loaders = [make(Stream(8), 2, 3, rank, uneven=uneven) for rank in range(3)]
+    with caplog.at_level(logging.INFO, logger="ddpkit.loader"):
+        for loader in loaders:
+            ids(loader)
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    length=st.integers(0, 40),
+    batch=st.integers(1, 4),
+    world=st.integers(1, 3),
+    workers=st.integers(1, 4),
+    uneven=st.sampled_from(["pad", "drop", "exact"]),
+    consumed=st.integers(0, 5),
+    kind=st.sampled_from([Shuffled, Resumable]),
+)
+def test_any_number_of_workers_gives_the_same(
+    length: int,
+    batch: int,
+    world: int,
+    workers: int,
+    uneven: Mode,
+    consumed: int,
+    kind: Callable[[int], Any],
+) -> None:
+    """Workers without processes: copies of the server that answer the requests in turn."""
+    for rank in range(world):
+        loader = make(kind(length), batch, world, rank, uneven=uneven)
+        state = {**loader.state_dict(), "consumed": consumed * batch * world}
+        loader.load_state_dict(state)
+        place = loader._shards.place
+        servers = [copy.deepcopy(loader._server) for _ in range(workers)]
+        requests = loader._requests(loader._pass_at(place, 0))
+        replies = (servers[step % workers][request] for step, request in enumerate(requests))
+        found = [batch.tolist() for batch, _ in loader._batches_of(replies, place.consumed)]
+        # Workers load ahead beyond the end, and then find nothing.
+        ahead = [
+            servers[step % workers][request]
+            for step, request in zip(range(9), requests, strict=False)
+        ]
+        assert all(note is not None and note.is_empty for _, note in ahead)
+        assert found == ids(loader)
 
 
 def test_an_existing_loader_of_a_stream() -> None:
