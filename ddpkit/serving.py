@@ -73,6 +73,7 @@ class Server(Dataset[Reply]):
         self._reseeds = reseeds
         self._open: Pass | None = None
         self._streams: SeededRandomness | None = None
+        self._seeds_each_batch = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process, or a copy, begins its passes itself.
@@ -104,7 +105,7 @@ class Server(Dataset[Reply]):
         """Give the block the random streams of one batch of this rank."""
         if self._streams is not None:
             return self._streams.borrowed(derive_seed(current.seed, place))
-        if self._reseeds and get_worker_info() is not None:  # nobody else draws here
+        if self._seeds_each_batch:
             seed_global_streams(derive_seed(current.seed, place))
         return contextlib.nullcontext()
 
@@ -112,8 +113,9 @@ class Server(Dataset[Reply]):
         if current.epoch != self.epoch:
             tell_epoch(wrapped_datasets(self.dataset), current.epoch)
             self.epoch = current.epoch
-        exchanges = get_worker_info() is None and self.may_draw()
-        self._streams = SeededRandomness() if exchanges else None
+        in_worker = get_worker_info() is not None  # where nobody else draws
+        self._streams = SeededRandomness() if self.may_draw() and not in_worker else None
+        self._seeds_each_batch = self.may_draw() and in_worker and self._reseeds
         self.begin(current)
 
 

@@ -210,7 +210,7 @@ class OwnStreamServer(Server):
 
     def begin(self, current: Pass) -> None:
         """Begin to iterate."""
-        with self.randomness(current, current.consumed):
+        with self.randomness(current, -1):  # no batch has this place
             self._items = iter(self.dataset)
 
     def answer(self, current: Pass, place: int, wanted: bool) -> Reply:
