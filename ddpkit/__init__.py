@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from ddpkit.agree import all_ranks, any_rank, barrier, broadcast_value, on_rank0, rank0_first
-from ddpkit.checkpoint import barrier_load, rank0_save
+from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
 from ddpkit.console import rank0_print
 from ddpkit.entry import distributed
 from ddpkit.group import (
@@ -40,6 +40,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "is_rank0",
+    "latest_checkpoint",
     "on_rank0",
     "process_group",
     "rank0_first",

@@ -8,18 +8,21 @@ here: `plain_state` makes the state, `check_loadable` judges it, `write_whole` p
 
 from __future__ import annotations
 
-import collections
+import atexit
 import contextlib
 import copy
-import fcntl
 import hashlib
 import io
+import json
+import logging
 import os
 import pickle
-import uuid
+import threading
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -28,9 +31,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit.agree import exchange, run_on_rank0
+from ddpkit.durable import write_whole
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
-from ddpkit.group import communication_device
+from ddpkit.group import communication_device, get_world_size
+from ddpkit.pending import finish_before_end
 from ddpkit.serialize import type_name_of
+from ddpkit.series import is_whole, numbered, older_members, sorted_by_number
+from ddpkit.snapshot import check_loadable, on_cpu, one_line, plain_state
 from ddpkit.wrap import unwrap, without_prefix, wrapper_prefix
 
 if TYPE_CHECKING:
@@ -38,46 +45,136 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TEMPORARY_PREFIX = ".ddpkit-"
-_TEMPORARY_SUFFIX = ".tmp"
+_logger = logging.getLogger(__name__)
+
+_RECORD = "archive/ddpkit.json"  # "archive" is torch's name for the root of files like ours
 _CHUNK_BYTES = 32 << 20
 _END_BYTES = 64 << 10
-_MAX_SHOWN = 8
-_PLAIN_LEAVES = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None)})
-_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-_PLAIN_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 
 
 # ---------------------------------------------------------------------------------- public calls
 
 
-def rank0_save(obj: object, path: str | os.PathLike[str]) -> None:
+def rank0_save(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    background: bool = False,
+) -> SaveHandle:
     """Save an object from rank 0, whole or not at all; return on all ranks when it is on disk.
 
-    Collective: every rank must call this. Only rank 0 looks at its arguments. The others wait as
-    long as rank 0 lives, whatever the time-out of collectives. In a world of one it just saves.
+    Collective: every rank must call this. Only rank 0 looks at the object. The others wait as long
+    as rank 0 lives, whatever the time-out of collectives. In a world of one it just saves.
 
     The file is an ordinary `torch.save` file. It is written beside the target and moved into place
     when it is complete and on disk: whatever is killed when, a reader finds the old file or the new
-    one. Missing folders are made, and a target that is a symbolic link stays one.
+    one. Missing folders are made, and a target that is a symbolic link stays one. Tensors are saved
+    as tensors of the CPU, without the parts of their storages that they do not use.
 
     Args:
         obj: What to save. Every value with a `state_dict()` in it, at any depth of dicts, lists and
             tuples, is replaced by that; models without the names of DDP or of `torch.compile`.
         path: Where to. Relative paths are relative to rank 0's working folder.
+        keep_last: How many of a series are kept, the new one included: of the files in that folder
+            whose names differ from its name in their last digits alone, all with lower numbers but
+            the highest are removed once the new one is on disk. Default: nothing is removed.
+        background: Whether to return as soon as rank 0 has copied the state, and to write it while
+            training goes on. One save is written at a time: the next one waits for it. An error of
+            the writing is raised by `wait()`, by the next save, or at the end of the program.
+
+    Returns:
+        A handle, whose `wait()` returns when the save is on disk.
 
     Raises:
-        ConfigError: The path is none.
+        ConfigError: The path is none, or `keep_last` is not possible.
         CheckpointError: On every rank, if rank 0 could not save, or if the object holds something
             that a safe load would refuse, named with the keys that lead to it. The file that was
             there before is untouched. The original error is the `__cause__`.
 
     Example:
-        >>> rank0_save({"model": torch.nn.Linear(4, 2), "epoch": 3}, "runs/last.pt")
+        >>> for epoch in range(3):
+        ...     state = {"model": torch.nn.Linear(4, 2), "epoch": epoch}
+        ...     save = rank0_save(state, f"runs/epoch-{epoch}.pt", keep_last=2, background=True)
+        >>> save.wait()
+        >>> latest_checkpoint("runs").name
+        'epoch-2.pt'
     """
     target = _checked_path("rank0_save", path)
+    _check_keep_last(keep_last, target)
     with _original_cause():
-        run_on_rank0(lambda: _save(obj, target), name="rank0_save")
+        run_on_rank0(
+            lambda: _save(obj, target, keep_last, in_background=background), name="rank0_save"
+        )
+    return SaveHandle(target)
+
+
+class SaveHandle:
+    """A save that may still be under way; `rank0_save` returns it.
+
+    Example:
+        >>> rank0_save({"epoch": 3}, "last.pt", background=True).wait()
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def wait(self) -> None:
+        """Wait until the save is on disk, on all ranks.
+
+        Collective: every rank must call this. Returns at once where nothing is being written.
+
+        Raises:
+            CheckpointError: On every rank, if rank 0 could not write it.
+        """
+        with _original_cause():
+            run_on_rank0(join_open_save, name="SaveHandle.wait")
+
+
+def latest_checkpoint(
+    folder: str | os.PathLike[str], pattern: str = "*.pt", *, verify: bool = False
+) -> Path | None:
+    """Find the newest checkpoint of a folder that is whole, the same on every rank.
+
+    Collective: every rank must call this, and only rank 0 looks. In a world of one it just looks.
+
+    Args:
+        folder: Where checkpoints are. One that does not exist holds none.
+        pattern: Which names count, as in a shell.
+        verify: Whether checksums are computed too, which reads the files; else a file counts as
+            whole if nothing of its structure is missing.
+
+    Returns:
+        The file with the highest number in its name (its last digits), or of those without a number
+        the one that was changed last. Damaged files are skipped with a warning. None if there is no
+        whole one.
+
+    Raises:
+        CheckpointError: On every rank, if rank 0 cannot read the folder.
+
+    Example:
+        >>> rank0_save({"epoch": 3}, "runs/epoch-3.pt").wait()
+        >>> latest_checkpoint("runs").name
+        'epoch-3.pt'
+    """
+    place = _checked_path("latest_checkpoint", folder)
+    with _original_cause():
+        return run_on_rank0(lambda: _latest(place, pattern, verify), name="latest_checkpoint")
+
+
+def _latest(folder: str, pattern: str, verify: bool) -> Path | None:
+    join_open_save()  # it may be the one
+    try:
+        files = sorted_by_number([file for file in Path(folder).glob(pattern) if file.is_file()])
+    except OSError as error:
+        raise CheckpointError(
+            f"Could not read {folder}: {one_line(error)}.", path=folder
+        ) from error
+    for file in files:
+        if is_whole(file, verify=verify):
+            return file
+        warnings.warn(f"{file} is damaged or cut short, and was skipped.", stacklevel=2)
+    return None
 
 
 def barrier_load(
@@ -138,6 +235,18 @@ def _checked_path(caller: str, path: object) -> str:
     raise ConfigError(f"{caller}() was given path={path!r}; expected the path of a file.")
 
 
+def _check_keep_last(keep_last: object, target: str) -> None:
+    if keep_last is None:
+        return
+    if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
+        raise ConfigError(f"keep_last={keep_last!r} was given; expected an integer of at least 1.")
+    if numbered(Path(target).name) is None:
+        raise ConfigError(
+            f"keep_last={keep_last} was given, but there is no number in the name of {target}, so "
+            "it is no member of a series. Put one into it, such as f'epoch-{epoch}.pt'."
+        )
+
+
 def _check_into(into: object) -> None:
     if into is None:
         return
@@ -168,263 +277,122 @@ def _original_cause() -> Iterator[None]:
 # ------------------------------------------------------------------------------- what is saved
 
 
-def _save(obj: object, target: str) -> None:
+def _save(obj: object, target: str, keep_last: int | None, *, in_background: bool) -> None:
+    join_open_save()
+    state = _state_to_save(obj, target, copies=in_background)
+
+    def write() -> None:
+        _write(state, target)
+        if keep_last is not None:
+            _remove_older(target, keep_last)
+
+    if in_background:
+        _open_save.start(write)
+    else:
+        write()
+
+
+def _remove_older(target: str, keep: int) -> None:
+    for file in older_members(Path(os.path.realpath(target)), keep):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:  # the save itself is well
+            _logger.warning("could not remove the older checkpoint %s: %s", file, error)
+
+
+class _OpenSave:
+    """The one save that may be under way in this process."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        finish_before_end(self.join)
+        # No daemon: a program that ends has its last save written, and an error of it shown.
+        atexit.unregister(self.join)
+        atexit.register(self.join)
+        self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-save")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001  # raised again by whoever joins
+            self._error = error
+
+    def join(self) -> None:
+        """Wait for it, and raise what it has raised, once."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+_open_save = _OpenSave()
+
+
+def join_open_save() -> None:
+    """Wait for the save that this process writes in the background, if there is one.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    _open_save.join()
+
+
+def _state_to_save(obj: object, target: str, *, copies: bool = False) -> Any:
+    """Make what is written, and judge it before anything is."""
     try:
-        state = plain_state(obj)
+        state = on_cpu(plain_state(obj), copies=copies)
     except Exception as error:
         raise CheckpointError(
-            f"Could not save {target}: a state_dict() failed: {_one_line(error)}.", path=target
+            f"Could not save {target}: a state_dict() failed: {one_line(error)}.", path=target
         ) from error
     check_loadable(state, target)
+    return state
+
+
+def _write(state: object, target: str) -> None:
     try:
-        write_whole(Path(target), lambda file: torch.save(state, file))
+        write_whole(Path(target), lambda file: _write_archive(state, file))
     except Exception as error:
         raise CheckpointError(
-            f"Could not save {target}: {_one_line(error)}. What was there before is untouched.",
+            f"Could not save {target}: {one_line(error)}. What was there before is untouched.",
             path=target,
         ) from error
 
 
-def plain_state(value: Any) -> Any:
-    """Replace every object that has a `state_dict()` by it, at any depth of plain containers.
-
-    Args:
-        value: What the user gave. It is not changed.
-
-    Returns:
-        The value with the replacements; the same object where there is nothing to replace.
-    """
-    if isinstance(value, nn.Module):
-        return plain_state(unwrap(value).state_dict())
-    if isinstance(value, dict):
-        items = {key: plain_state(item) for key, item in value.items()}
-        if all(items[key] is value[key] for key in value):
-            return value
-        new = copy.copy(value)
-        new.update(items)
-        return new
-    if isinstance(value, (list, tuple)):
-        parts = [plain_state(item) for item in value]
-        if all(part is item for part, item in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        return plain_state(value.state_dict())
-    return value
+def _write_archive(state: object, file: IO[bytes]) -> None:
+    """Write what `torch.save` writes, and our record beside it, where torch does not look."""
+    torch.save(state, file)
+    record = {"ddpkit": _version(), "world_size": get_world_size()}
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(_RECORD, json.dumps(record))
 
 
-def check_loadable(state: object, target: str) -> None:
-    """Raise if `torch.load` with its safe defaults would refuse a state.
-
-    Args:
-        state: What is going to be saved.
-        target: Path for the message.
-
-    Raises:
-        CheckpointError: Names each offender with its keys, its type and what to save instead.
-    """
-    refused = list(_refused(state, "obj", set()))
-    if not refused:
-        return
-    lines = [f"  {path} is a {type_name_of(value)}: {_advice(value)}" for path, value, _ in refused]
-    rest = [f"  and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
-    raise CheckpointError(
-        f"Could not save {target}: a safe load would refuse parts of it.\n"
-        + "\n".join(lines[:_MAX_SHOWN] + rest)
-        + "\nNothing was written. Types of your own can be allowed with "
-        "torch.serialization.add_safe_globals().",
-        path=target,
-    ) from refused[0][2]
+def _version() -> str:
+    try:
+        return metadata.version("ddpkit")
+    except metadata.PackageNotFoundError:  # run from its source
+        return "unknown"
 
 
-def _refused(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any, Exception]]:
-    """Yield the path, the value and the loader's error for each part that it would refuse."""
-    kind = type(value)
-    if kind in _PLAIN_LEAVES or (kind in _PLAIN_TENSORS and not vars(value)):
-        return
-    if kind in _PLAIN_MAPPINGS or kind in (list, tuple, set):
-        if id(value) not in seen:
-            seen.add(id(value))
-            for part_path, part in _parts(value, path):
-                yield from _refused(part, part_path, seen)
-        return
-    error = _loader_error(value)
-    if error is not None:
-        yield path, value, error
-
-
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield f"the key {key!r} of {path}", key
-            yield f"{path}[{key!r}]", item
-        # torch keeps the versions of modules as an attribute of the state dict.
-        yield from (
-            (f"{path}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()
+def _tell_of_origin(target: str) -> None:
+    """Say how many ranks had saved a file, if they were not as many as now."""
+    try:
+        with zipfile.ZipFile(target) as archive:
+            record = json.loads(archive.read(_RECORD))
+            saved_by, version = int(record["world_size"]), str(record["ddpkit"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return  # torch.save has written it, or something else
+    if saved_by != get_world_size():
+        _logger.info(
+            "%s was saved by %d ranks (ddpkit %s), and %d load it",
+            *(target, saved_by, version, get_world_size()),
         )
-    else:
-        template = "{}{{...}}" if isinstance(value, set) else "{}[{}]"
-        yield from ((template.format(path, index), item) for index, item in enumerate(value))
-
-
-def _loader_error(value: object) -> Exception | None:
-    """Ask the safe loader itself, which knows every type that it allows."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  # a user's type may raise anything
-        return error
-    return None
-
-
-def _advice(value: object) -> str:
-    """Say what to save instead of a value that the safe loader refuses."""
-    kinds = [kind.__name__ for kind in type(value).__mro__]
-    if hasattr(value, "_fields"):
-        return "save tuple(x) or x._asdict()"
-    if hasattr(value, "__dataclass_fields__"):
-        return "save dataclasses.asdict(x)"
-    return next((_ADVICE[kind] for kind in kinds if kind in _ADVICE), _GENERAL_ADVICE)
-
-
-_GENERAL_ADVICE = "save what it is made from, as numbers, strings, tensors, dicts and lists"
-_ADVICE = {
-    "ndarray": "save torch.from_numpy(x)",
-    "generic": "save x.item()",
-    "Enum": "save x.value or x.name",
-    "PurePath": "save str(x)",
-    "TorchVersion": "save str(x)",
-    "UUID": "save str(x)",
-    "Decimal": "save str(x)",
-    "date": "save x.isoformat()",
-    "time": "save x.isoformat()",
-    "timedelta": "save x.total_seconds()",
-    "Namespace": "save vars(x)",
-    "defaultdict": "save dict(x)",
-    "deque": "save list(x)",
-    "frozenset": "save set(x)",
-    "range": "save list(x)",
-}
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}".rstrip(".")
-
-
-# ------------------------------------------------------------------------------- whole files
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file so that it is there whole and on disk, or not there at all.
-
-    Args:
-        path: Where to. A symbolic link is followed and stays; missing folders are made.
-        write: Writes the contents to an open file.
-
-    Raises:
-        OSError: Nothing has changed then.
-    """
-    final = Path(os.path.realpath(path))
-    if final.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
-    if final.exists() and not os.access(final, os.W_OK):
-        raise PermissionError(f"{path} is read-only")
-    _make_folder(final.parent)
-    _sweep(final.parent)
-    with _temporary_in(final.parent) as (file, temporary):
-        _write_through(file, write)
-        os.fsync(file.fileno())
-        temporary.replace(final)
-    _sync_folder(final.parent)
-
-
-def _make_folder(folder: Path) -> None:
-    way = (folder, *folder.parents)
-    blocking = next((part for part in way if part.exists() and not part.is_dir()), None)
-    if blocking is not None:
-        raise NotADirectoryError(f"{blocking} is a file; expected a folder")
-    missing = [part for part in way if not part.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in missing:
-        _sync_folder(part.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _Recorder(io.RawIOBase):
-    """Passes writes on and keeps the first error, which torch hides behind one of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _write_through(file: IO[bytes], write: Callable[[IO[bytes]], object]) -> None:
-    recorder = _Recorder(file)
-    try:
-        write(recorder)  # type: ignore[arg-type]  # a RawIOBase is what torch.save needs
-        recorder.flush()
-    except Exception as error:
-        if recorder.error is not None and error is not recorder.error:
-            raise recorder.error from error
-        raise
-
-
-@contextlib.contextmanager
-def _temporary_in(folder: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """Open a file of our own that `_sweep` leaves alone, and remove it unless it was moved."""
-    descriptor, temporary = _open_locked(folder)
-    with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor has no Path
-        try:
-            yield file, temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _open_locked(folder: Path) -> tuple[int, Path]:
-    while True:
-        # Short, since a long target would leave no room for more; and nothing that "*.pt" matches.
-        path = folder / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            # A file system without locks has none for the sweep either, which then removes nothing.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if path.exists():
-                return descriptor, path
-        except BaseException:
-            os.close(descriptor)
-            raise
-        # Another program swept it away between the two calls.
-        os.close(descriptor)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove temporary files whose writers are dead: a living writer holds a lock."""
-    for path in folder.glob(f"{_TEMPORARY_PREFIX}*{_TEMPORARY_SUFFIX}"):
-        # Whatever prevents a clean-up, another program's clean-up included, must not stop a save.
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
 
 
 # ------------------------------------------------------------------------------- loading
@@ -457,6 +425,7 @@ def _load(target: str, map_location: Any, weights_only: bool) -> _Loaded:
     def read_on_rank0() -> _Identity:
         identity = _identity_or_error(target)
         on_rank0.append(_read(target, "cpu", weights_only))
+        _tell_of_origin(target)
         return identity
 
     wanted = run_on_rank0(read_on_rank0, name="barrier_load")
@@ -537,7 +506,7 @@ def _unreadable_message(target: str, error: OSError) -> str:
             f"There is no checkpoint {target} (working folder {Path.cwd()}). Check the path; the "
             "file must be visible to rank 0, the other ranks need not see it."
         )
-    return f"Could not read {target}: {_one_line(error)}."
+    return f"Could not read {target}: {one_line(error)}."
 
 
 def _refusal_message(target: str, error: Exception) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
+from ddpkit import pending
 from ddpkit import store as stores
 from ddpkit.control import SECRET_VARIABLE, Channel, Departure
 from ddpkit.errors import ConfigError, GroupError, PeerError
@@ -275,6 +276,7 @@ def process_group(
         opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
         try:
             yield world
+            pending.finish()
         except BaseException as error:
             _close_after_error(opened, error)
             raise

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddpkit import threads
+from ddpkit import pending, threads
 from ddpkit.group import process_group, set_secret
 from ddpkit.launch import forksafe, pipe, signals, stacks
 from ddpkit.launch.job import Job, Options, decode
@@ -190,7 +190,9 @@ def _call_and_report(
 
 def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:
     try:
-        result = _encode_result(call())
+        value = call()
+        pending.finish()
+        result = _encode_result(value)
     except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt, too
         _fail(_describe_failure(rank, error), descriptor)
     if COMPILER in sys.modules:

@@ -1,8 +1,13 @@
 """Checkpoints on two ranks: one writer, the same outcome everywhere, whole files."""
 
+import logging
 import os
 import resource
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import checkpoint
-from ddpkit.checkpoint import barrier_load, rank0_save
+from ddpkit import checkpoint, durable
+from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
 from ddpkit.errors import CheckpointError, WorkerError
 from ddpkit.group import get_rank, is_rank0
 from ddpkit.testing import run_ranks
@@ -39,13 +44,13 @@ def outcome(action: Any) -> tuple[str, str]:
 def test_one_rank_writes_and_all_see_the_whole_file(tmp_path: Path) -> None:
     def use() -> int:
         writes = []
-        original = checkpoint.write_whole
+        original = durable.write_whole
 
         def counted(*args: Any) -> None:
             writes.append(1)
             original(*args)
 
-        checkpoint.write_whole = counted  # type: ignore[assignment]
+        vars(checkpoint)["write_whole"] = counted
         for number in range(20):
             rank0_save({"n": number, "rank": get_rank()}, tmp_path / "x.pt")
             assert torch.load(tmp_path / "x.pt") == {"n": number, "rank": 0}
@@ -161,13 +166,13 @@ def test_a_writer_killed_at_any_stage_leaves_a_whole_file(
 
     def use() -> None:
         if stage == "opened":
-            checkpoint._write_through = _die
+            durable._write_through = _die
         elif stage == "half":
             torch.save = _write_half_and_die  # type: ignore[assignment]
         elif stage == "complete":
             Path.replace = _die  # type: ignore[assignment, method-assign]
         else:
-            checkpoint._sync_folder = _die
+            durable._sync_folder = _die
         rank0_save("new", target)
 
     with pytest.raises(WorkerError) as caught:
@@ -271,3 +276,156 @@ def test_a_rank_that_cannot_restore_stops_all(tmp_path: Path) -> None:
     assert first.startswith("[rank 1/2] The entry 'model'")
     assert "size mismatch" in first
     assert "RuntimeError" in cause
+
+
+# ------------------------------------------------------------------------------- in the background
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    original = durable._sync_folder
+
+    def slow(folder: Path) -> None:
+        time.sleep(seconds)
+        original(folder)
+
+    monkeypatch.setattr(durable, "_sync_folder", slow)
+
+
+def test_training_goes_on_while_a_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_writes(monkeypatch, 0.5)
+
+    def use() -> tuple[float, float, float]:
+        model = nn.Linear(10, 10)
+        with torch.no_grad():
+            model.weight.fill_(1)
+        handle = rank0_save({"model": model}, tmp_path / "x.pt", background=True)
+        with torch.no_grad():
+            model.weight.fill_(2)  # the next step
+        began = time.monotonic()
+        check_group_works()
+        handle.wait()
+        waited = time.monotonic() - began
+        loaded = torch.load(tmp_path / "x.pt")["model"]["weight"]
+        check_group_works()
+        handle.wait()
+        return waited, float(loaded.min()), float(loaded.max())
+
+    for waited, least, most in run_ranks(use):
+        assert waited > 0.2
+        assert (least, most) == (1, 1)
+
+
+def test_one_save_is_written_at_a_time_and_the_last_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_writes(monkeypatch, 0.1)
+
+    def use() -> list[int]:
+        counts = []
+        for number in range(4):
+            rank0_save({"n": number}, tmp_path / f"x{number}.pt", keep_last=2, background=True)
+            names = [thread.name for thread in threading.enumerate()]
+            counts.append(names.count("ddpkit-save"))
+        return counts
+
+    assert run_ranks(use) == [[1] * 4, [0] * 4]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["x2.pt", "x3.pt"]
+    assert torch.load(tmp_path / "x3.pt") == {"n": 3}
+
+
+@pytest.mark.parametrize("surfaces", ["wait", "next save", "latest", "end"])
+def test_an_error_in_the_background_is_everybodys_and_comes_once(
+    tmp_path: Path, surfaces: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+
+    def use() -> str:
+        handle = rank0_save({"n": 1}, tmp_path / "folder", background=True)
+        calls: dict[str, Callable[[], object]] = {
+            "wait": handle.wait,
+            "next save": lambda: rank0_save({"n": 2}, tmp_path / "x.pt"),
+            "latest": lambda: latest_checkpoint(tmp_path),
+        }
+        if surfaces == "end":
+            return "the end"
+        with pytest.raises(CheckpointError) as caught:
+            calls[surfaces]()
+        check_group_works()
+        rank0_save({"n": 3}, tmp_path / "x.pt", background=True).wait()
+        return str(caught.value)
+
+    if surfaces == "end":
+        with pytest.raises(CheckpointError, match="folder"):
+            run_ranks(use)
+        return
+    first, second = run_ranks(use)
+    assert first == second
+    assert str(tmp_path / "folder") in first
+    assert torch.load(tmp_path / "x.pt") == {"n": 3}
+
+
+def test_what_cannot_be_saved_is_told_at_once_also_in_the_background(tmp_path: Path) -> None:
+    def use() -> str:
+        return outcome(lambda: rank0_save({"f": object()}, tmp_path / "x.pt", background=True))[0]
+
+    first, second = run_ranks(use)
+    assert first == second
+    assert "['f']" in first
+    assert not list(tmp_path.iterdir())
+
+
+END_OF_PROGRAM = """
+import sys, time
+from ddpkit import durable, rank0_save
+original = durable._sync_folder
+durable._sync_folder = lambda folder: (time.sleep(0.3), original(folder))
+rank0_save({"n": 1}, sys.argv[1], background=True)
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("target", ["x.pt", "."])
+def test_a_plain_program_ends_with_its_last_save_written_or_its_error_shown(
+    tmp_path: Path, target: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", END_OF_PROGRAM, target],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "the end\n"
+    if target == "x.pt":
+        assert done.stderr == ""
+        assert torch.load(tmp_path / "x.pt") == {"n": 1}
+    else:
+        assert "CheckpointError" in done.stderr
+        assert "is a folder" in done.stderr
+
+
+def test_the_latest_checkpoint_is_the_same_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use() -> Path | None:
+        for number in range(3):
+            rank0_save({"n": number}, tmp_path / f"x{number}.pt", background=True)
+        if not is_rank0():  # as on a node that does not see the folder
+            monkeypatch.setattr(Path, "is_file", lambda self: False)
+            monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+        return latest_checkpoint(tmp_path)
+
+    assert run_ranks(use) == [tmp_path / "x2.pt"] * 2
+
+
+def test_a_load_by_another_number_of_ranks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(lambda: rank0_save({"n": 1}, tmp_path / "x.pt"))
+    with caplog.at_level(logging.INFO, logger="ddpkit.checkpoint"):
+        assert barrier_load(tmp_path / "x.pt") == {"n": 1}
+        torch.save({}, tmp_path / "y.pt")
+        barrier_load(tmp_path / "y.pt")
+    (record,) = caplog.records
+    assert "saved by 2 ranks (ddpkit" in record.getMessage()

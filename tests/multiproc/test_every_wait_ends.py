@@ -34,6 +34,7 @@ from ddpkit import (
     distributed,
     get_rank,
     group,
+    latest_checkpoint,
     on_rank0,
     process_group,
     rank0_first,
@@ -42,6 +43,7 @@ from ddpkit import (
     reduce_sum,
     sharded_loader,
 )
+from ddpkit.checkpoint import SaveHandle
 from ddpkit.control import Channel
 from ddpkit.errors import WorkerError
 from ddpkit.testing import run_ranks
@@ -134,6 +136,10 @@ CASES = {
     "rank0_save": of_the_agree_family(
         "rank0_save", lambda folder: rank0_save({}, folder / "saved.pt"), 0
     ),
+    "SaveHandle.wait": of_the_agree_family(
+        "SaveHandle.wait", lambda folder: SaveHandle(str(folder)).wait(), 0
+    ),
+    "latest_checkpoint": of_the_agree_family("latest_checkpoint", latest_checkpoint, 0),
     "barrier_load": of_the_agree_family(
         "barrier_load", lambda folder: barrier_load(folder / "there.pt"), 1
     ),

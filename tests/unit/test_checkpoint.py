@@ -13,15 +13,10 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from ddpkit.checkpoint import (
-    _temporary_in,
-    barrier_load,
-    check_loadable,
-    plain_state,
-    rank0_save,
-    write_whole,
-)
+from ddpkit.checkpoint import barrier_load, rank0_save
+from ddpkit.durable import _temporary_in, write_whole
 from ddpkit.errors import CheckpointError, ConfigError
+from ddpkit.snapshot import check_loadable, plain_state
 
 
 class Color(enum.Enum):
