@@ -65,5 +65,5 @@ bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 20 mi
 	$(BENCH_PYTHON) benchmarks/loader.py
 
 clean:                  ## remove .venv and .venv-bench (never another VENV) and what the tools left
-	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt
+	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

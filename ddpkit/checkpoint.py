@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ from torch import nn
 from ddpkit.agree import exchange, run_on_rank0
 from ddpkit.durable import write_whole
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
-from ddpkit.group import communication_device, get_world_size
+from ddpkit.group import communication_device, get_rank, get_world_size
 from ddpkit.pending import finish_before_end
+from ddpkit.randomness import read_global_streams, write_global_streams
 from ddpkit.serialize import type_name_of
 from ddpkit.series import is_whole, numbered, older_members, sorted_by_number
 from ddpkit.snapshot import check_loadable, on_cpu, one_line, plain_state
@@ -48,6 +49,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _RECORD = "archive/ddpkit.json"  # "archive" is torch's name for the root of files like ours
+_STREAMS = "archive/ddpkit-rng.pt"
 _CHUNK_BYTES = 32 << 20
 _END_BYTES = 64 << 10
 
@@ -61,6 +63,7 @@ def rank0_save(
     *,
     keep_last: int | None = None,
     background: bool = False,
+    include_rng: bool = False,
 ) -> SaveHandle:
     """Save an object from rank 0, whole or not at all; return on all ranks when it is on disk.
 
@@ -82,6 +85,9 @@ def rank0_save(
         background: Whether to return as soon as rank 0 has copied the state, and to write it while
             training goes on. One save is written at a time: the next one waits for it. An error of
             the writing is raised by `wait()`, by the next save, or at the end of the program.
+        include_rng: Whether the global random streams of every rank (torch's, `random`'s and
+            numpy's) are kept beside the data, where `torch.load` does not look, for
+            `barrier_load(include_rng=True)`.
 
     Returns:
         A handle, whose `wait()` returns when the save is on disk.
@@ -102,9 +108,11 @@ def rank0_save(
     """
     target = _checked_path("rank0_save", path)
     _check_keep_last(keep_last, target)
+    streams = exchange(read_global_streams(), name="rank0_save") if include_rng else []
     with _original_cause():
         run_on_rank0(
-            lambda: _save(obj, target, keep_last, in_background=background), name="rank0_save"
+            lambda: _save(obj, target, streams, keep_last, in_background=background),
+            name="rank0_save",
         )
     return SaveHandle(target)
 
@@ -183,6 +191,7 @@ def barrier_load(
     into: Mapping[str, Any] | None = None,
     map_location: Any = None,
     weights_only: bool = True,
+    include_rng: bool = False,
 ) -> Any:
     """Load what `rank0_save` or `torch.save` has written, the same on every rank.
 
@@ -198,6 +207,9 @@ def barrier_load(
         map_location: As in `torch.load`. Default: the CPU; what is restored into a live object
             ends on that object's device. Where rank 0 broadcasts, a function or dict sees `cpu`.
         weights_only: False also loads files that can run code while they are read.
+        include_rng: Whether every rank goes on with its global random streams, which were saved by
+            `rank0_save(include_rng=True)`. With another number of ranks than saved them they are
+            left alone, with a warning.
 
     Returns:
         The whole object. With `into`, the entries that were restored are the live objects. Its
@@ -218,11 +230,16 @@ def barrier_load(
     _check_into(into)
     with _original_cause():
         loaded = _load(target, map_location, weights_only)
+        streams = _load_streams(target) if include_rng else None
     if into is None:
-        return loaded.own(loaded.value)
-    _agree_on_outcome(target, lambda: _restore(loaded.value, into, loaded, target))
-    rest = loaded.own({key: item for key, item in loaded.value.items() if key not in into})
-    return {key: into[key] if key in into else rest[key] for key in loaded.value}
+        value = loaded.own(loaded.value)
+    else:
+        _agree_on_outcome(target, lambda: _restore(loaded.value, into, loaded, target))
+        rest = loaded.own({key: item for key, item in loaded.value.items() if key not in into})
+        value = {key: into[key] if key in into else rest[key] for key in loaded.value}
+    if streams is not None:
+        write_global_streams(streams)  # last, for restoring an object may draw
+    return value
 
 
 def _checked_path(caller: str, path: object) -> str:
@@ -277,12 +294,19 @@ def _original_cause() -> Iterator[None]:
 # ------------------------------------------------------------------------------- what is saved
 
 
-def _save(obj: object, target: str, keep_last: int | None, *, in_background: bool) -> None:
+def _save(
+    obj: object,
+    target: str,
+    streams: list[Any],
+    keep_last: int | None,
+    *,
+    in_background: bool,
+) -> None:
     join_open_save()
     state = _state_to_save(obj, target, copies=in_background)
 
     def write() -> None:
-        _write(state, target)
+        _write(state, streams, target)
         if keep_last is not None:
             _remove_older(target, keep_last)
 
@@ -355,9 +379,9 @@ def _state_to_save(obj: object, target: str, *, copies: bool = False) -> Any:
     return state
 
 
-def _write(state: object, target: str) -> None:
+def _write(state: object, streams: list[Any], target: str) -> None:
     try:
-        write_whole(Path(target), lambda file: _write_archive(state, file))
+        write_whole(Path(target), lambda file: _write_archive(state, streams, file))
     except Exception as error:
         raise CheckpointError(
             f"Could not save {target}: {one_line(error)}. What was there before is untouched.",
@@ -365,12 +389,16 @@ def _write(state: object, target: str) -> None:
         ) from error
 
 
-def _write_archive(state: object, file: IO[bytes]) -> None:
-    """Write what `torch.save` writes, and our record beside it, where torch does not look."""
+def _write_archive(state: object, streams: list[Any], file: IO[bytes]) -> None:
+    """Write what `torch.save` writes, and our records beside it, where torch does not look."""
     torch.save(state, file)
     record = {"ddpkit": _version(), "world_size": get_world_size()}
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(_RECORD, json.dumps(record))
+        if streams:
+            contents = io.BytesIO()
+            torch.save(streams, contents)
+            archive.writestr(_STREAMS, contents.getvalue())
 
 
 def _version() -> str:
@@ -440,6 +468,34 @@ def _load(target: str, map_location: Any, weights_only: bool) -> _Loaded:
     if all(exchange(sees_it, name="barrier_load")):
         return _agree_on_outcome(target, read_here)
     return _receive(target, on_rank0[0].value if on_rank0 else None, map_location, weights_only)
+
+
+def _load_streams(target: str) -> Mapping[str, Any] | None:
+    """Return the saved random streams of this rank, None if other ranks have saved them."""
+    saved = torch.load(
+        io.BytesIO(run_on_rank0(lambda: _read_streams(target), name="barrier_load")),
+        weights_only=True,
+    )
+    if len(saved) != get_world_size():
+        warnings.warn(
+            f"{target} holds the random streams of {len(saved)} ranks, and {get_world_size()} load "
+            "it, so the streams are left as they are.",
+            stacklevel=3,
+        )
+        return None
+    return cast("Mapping[str, Any]", saved[get_rank()])
+
+
+def _read_streams(target: str) -> bytes:
+    try:
+        with zipfile.ZipFile(target) as archive:
+            return archive.read(_STREAMS)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{target} holds no random streams. Save it with rank0_save(..., include_rng=True), or "
+            "load it without include_rng.",
+            path=target,
+        ) from error
 
 
 def _is_cpu(map_location: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Random streams of one's own, in the place of the global ones while they are borrowed."""
+"""The global random streams: seeded, saved, and others in their place while they are borrowed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
-__all__ = ["PrivateRandomness", "SeededRandomness", "seed_global_streams"]
+__all__ = [
+    "PrivateRandomness",
+    "SeededRandomness",
+    "read_global_streams",
+    "seed_global_streams",
+    "write_global_streams",
+]
 
 
 class PrivateRandomness:
@@ -106,6 +112,42 @@ def seed_global_streams(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def read_global_streams() -> dict[str, Any]:
+    """Return the state of the global streams of this process, in types that a safe load takes.
+
+    Returns:
+        The states of torch's (and of its current CUDA device, if that was used), `random`'s and
+        numpy's (if it is loaded) stream.
+    """
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "random": [version, list(words), gauss],
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [str(kind), keys.tolist(), *map(float, rest)]
+    return states
+
+
+def write_global_streams(states: Mapping[str, Any]) -> None:
+    """Go on with streams whose state was read before.
+
+    Args:
+        states: What `read_global_streams` returned. Streams that are not there now are left out.
+    """
+    torch.set_rng_state(states["torch"])
+    version, words, gauss = states["random"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        numpy.random.set_state((kind, keys, int(position), int(has_gauss), cached))
 
 
 def _numpy_stream(seed: int) -> _NumpyStream | _OldNumpyStream | _NoNumpy:

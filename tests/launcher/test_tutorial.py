@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -111,3 +111,41 @@ def test_torchrun_prints_the_same(tmp_path: Path, shared: Callable[[int, int], S
     result = run(tmp_path, *TORCHRUN, "2", DATA_LOADING)  # by default as many samples
     assert messages_in(result.stderr) == ""
     assert check(result.stdout, 2) == shared(2, 2)
+
+
+# --------------------------------------------------------------------------------------- checkpoint
+
+CHECKPOINT = str(REPOSITORY / "examples" / "tutorial" / "checkpoint.py")
+
+
+def train(folder: Path, *options: str, launcher: Sequence[str] = ()) -> str:
+    """Run the script and return the last line of its output."""
+    folder.mkdir(exist_ok=True)
+    return run(folder, *launcher, CHECKPOINT, "--folder", ".", *options).stdout.splitlines()[-1]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.drill
+def test_a_stopped_training_ends_like_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken = train(tmp_path / "a", "--epochs", "2")
+    assert train(tmp_path / "b", "--epochs", "2", "--stop-at", "15") == "stopped"
+    assert checkpoints(tmp_path / "b") == ["epoch-1.pt"]
+    assert train(tmp_path / "b", "--epochs", "2", "--nproc-per-node", "1") == unbroken
+    assert (
+        checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b") == ["epoch-1.pt", "epoch-2.pt"]
+    )
+
+
+@pytest.mark.drill
+def test_it_is_stopped_often_and_goes_on_in_any_world(tmp_path: Path) -> None:
+    unbroken = train(tmp_path / "a")
+    for ranks in ("2", "4", "1"):
+        assert train(tmp_path / "b", "--stop-at", "9", "--nproc-per-node", ranks) == "stopped"
+    # Of two, the newer one is damaged; the one before it is taken.
+    newest = tmp_path / "b" / checkpoints(tmp_path / "b")[-1]
+    (tmp_path / "b" / "epoch-9.pt").write_bytes(newest.read_bytes()[:1000])
+    assert train(tmp_path / "b", launcher=[*TORCHRUN, "2"]) == unbroken
+    assert checkpoints(tmp_path / "b") == ["epoch-3.pt", "epoch-4.pt", "epoch-9.pt"]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -429,3 +431,57 @@ def test_a_load_by_another_number_of_ranks_is_told(
         barrier_load(tmp_path / "y.pt")
     (record,) = caplog.records
     assert "saved by 2 ranks (ddpkit" in record.getMessage()
+
+
+# ----------------------------------------------------------------------------------- random streams
+
+
+def draw() -> tuple[float, float, float, float]:
+    return float(torch.rand(())), random.random(), random.gauss(0, 1), float(np.random.normal())
+
+
+def seed_by_rank() -> None:
+    torch.manual_seed(get_rank())
+    random.seed(get_rank())
+    np.random.seed(get_rank())
+    draw()  # of normal deviates one more is waiting then
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_rank_goes_on_with_its_own_random_streams(tmp_path: Path, background: bool) -> None:
+    def use() -> tuple[list[Any], list[Any]]:
+        seed_by_rank()
+        path = tmp_path / "x.pt"
+        rank0_save({"n": 1}, path, include_rng=True, background=background).wait()
+        went_on = [draw(), draw()]
+        assert barrier_load(path, include_rng=True) == {"n": 1}
+        return went_on, [draw(), draw()]
+
+    first, second = run_ranks(use)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first != second
+    assert torch.load(tmp_path / "x.pt") == {"n": 1}
+
+
+def test_random_streams_of_other_ranks_are_left_alone_with_a_warning(tmp_path: Path) -> None:
+    run_ranks(lambda: rank0_save({"n": 1}, tmp_path / "x.pt", include_rng=True).path)
+
+    def use() -> None:
+        before = torch.get_rng_state()
+        with pytest.warns(UserWarning, match="random streams of 2 ranks, and 3 load it"):
+            barrier_load(tmp_path / "x.pt", include_rng=True)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    run_ranks(use, 3)
+
+
+def test_a_file_without_random_streams_says_what_to_do(tmp_path: Path) -> None:
+    torch.save({"n": 1}, tmp_path / "x.pt")
+
+    def use() -> tuple[str, str]:
+        return outcome(lambda: barrier_load(tmp_path / "x.pt", include_rng=True))
+
+    first, second = run_ranks(use)
+    assert first[0] == second[0]
+    assert "include_rng=True" in first[0]

@@ -36,7 +36,7 @@ STANDS_ON = {
     "durable": "",
     "snapshot": "wrap",
     "series": "",
-    "checkpoint": "durable snapshot series agree",
+    "checkpoint": "durable snapshot series randomness agree",
     "console": "group",
     "threads": "",
     "launch": "group threads",
