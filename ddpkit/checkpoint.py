@@ -38,7 +38,7 @@ from ddpkit.pending import finish_before_end
 from ddpkit.randomness import read_global_streams, write_global_streams
 from ddpkit.serialize import type_name_of
 from ddpkit.series import is_whole, numbered, older_members, sorted_by_number
-from ddpkit.snapshot import check_loadable, on_cpu, one_line, plain_state
+from ddpkit.snapshot import CopySpace, check_loadable, on_cpu, one_line, plain_state
 from ddpkit.wrap import unwrap, without_prefix, wrapper_prefix
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def rank0_save(
             the highest are removed once the new one is on disk. Default: nothing is removed.
         background: Whether to return as soon as rank 0 has copied the state, and to write it while
             training goes on. One save is written at a time: the next one waits for it. An error of
-            the writing is raised by `wait()`, by the next save, or at the end of the program.
+            the writing is raised by `wait()`, by the next save, or at the end of the program. The
+            memory for the copy is kept for the next one.
         include_rng: Whether the global random streams of every rank (torch's, `random`'s and
             numpy's) are kept beside the data, where `torch.load` does not look, for
             `barrier_load(include_rng=True)`.
@@ -303,7 +304,7 @@ def _save(
     in_background: bool,
 ) -> None:
     join_open_save()
-    state = _state_to_save(obj, target, copies=in_background)
+    state = _state_to_save(obj, target, _open_save.space if in_background else None)
 
     def write() -> None:
         _write(state, streams, target)
@@ -328,6 +329,7 @@ class _OpenSave:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
+        self.space = CopySpace()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -367,10 +369,10 @@ def join_open_save() -> None:
     _open_save.join()
 
 
-def _state_to_save(obj: object, target: str, *, copies: bool = False) -> Any:
+def _state_to_save(obj: object, target: str, space: CopySpace | None) -> Any:
     """Make what is written, and judge it before anything is."""
     try:
-        state = on_cpu(plain_state(obj), copies=copies)
+        state = on_cpu(plain_state(obj), space=space)
     except Exception as error:
         raise CheckpointError(
             f"Could not save {target}: a state_dict() failed: {one_line(error)}.", path=target

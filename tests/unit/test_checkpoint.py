@@ -2,6 +2,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import errno
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from ddpkit import durable
 from ddpkit.checkpoint import barrier_load, rank0_save
 from ddpkit.durable import _temporary_in, write_whole
 from ddpkit.errors import CheckpointError, ConfigError
@@ -229,6 +231,38 @@ def test_an_error_of_the_system_is_told_and_not_what_follows_from_it(
 
     with pytest.raises(OSError, match="writ"):
         write_whole(tmp_path / "x.pt", hide)
+
+
+def test_a_big_file_is_synced_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
+    synced = []
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda number: (synced.append(number), sync(number)))
+    state = {f"x{i}": torch.full((500,), i) for i in range(20)}
+    for _ in range(2):  # the second one replaces a big file
+        rank0_save(state, tmp_path / "x.pt")
+    assert synced
+    assert all(torch.equal(v, state[k]) for k, v in torch.load(tmp_path / "x.pt").items())
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_an_error_of_an_early_sync_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once, so the sync at the end goes well."""
+    rank0_save("old", tmp_path / "x.pt")
+    monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
+
+    def fail(number: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        rank0_save([torch.ones(1000)], tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
 
 
 def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:

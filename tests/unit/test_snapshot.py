@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddpkit.snapshot import on_cpu
+from ddpkit.snapshot import CopySpace, on_cpu
+
+
+def space_if(copies: bool) -> CopySpace | None:
+    return CopySpace() if copies else None
 
 
 def saved_bytes(state: Any) -> int:
@@ -31,7 +35,7 @@ def test_a_small_view_does_not_bring_its_big_storage() -> None:
 def test_what_shares_memory_still_does(copies: bool) -> None:
     big = torch.zeros(1000)
     state = {"a": big[10:20], "b": [big[12:14], big[10:20]], "other": torch.ones(3)}
-    new = on_cpu(state, copies=copies)
+    new = on_cpu(state, space=space_if(copies))
     new["a"][2] = 7
     assert new["b"][0].tolist() == [7, 0]
     assert new["b"][1][2] == 7
@@ -67,7 +71,7 @@ def test_a_copy_does_not_change_any_more() -> None:
         "bytes": bytearray(b"abc"),
     }
     before = copy.deepcopy(state)
-    new = on_cpu(state, copies=True)
+    new = on_cpu(state, space=CopySpace())
     state["tensor"].add_(1)
     state["parameter"].add_(1)
     state["sparse"].mul_(2)
@@ -99,7 +103,7 @@ def test_a_copy_does_not_change_any_more() -> None:
 )
 @pytest.mark.parametrize("copies", [False, True])
 def test_odd_tensors(tensor: torch.Tensor, copies: bool) -> None:
-    new = on_cpu([tensor], copies=copies)[0]
+    new = on_cpu([tensor], space=space_if(copies))[0]
     assert (new.shape, new.stride(), new.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
     assert tensor.is_meta or torch.equal(new, tensor)
 
@@ -107,4 +111,20 @@ def test_odd_tensors(tensor: torch.Tensor, copies: bool) -> None:
 def test_versions_of_modules_are_kept() -> None:
     state = nn.BatchNorm1d(2).state_dict()
     for copies in (False, True):
-        assert on_cpu(state, copies=copies)._metadata == state._metadata  # type: ignore[attr-defined]
+        assert on_cpu(state, space=space_if(copies))._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_a_copy_is_used_again_and_copies_do_not_overlap() -> None:
+    space = CopySpace()
+    addresses = []
+    for number in range(3):
+        state = {f"x{i}": torch.full((1000 + i,), number * 10 + i) for i in range(5)}
+        new = on_cpu(state, space=space)
+        assert all(torch.equal(new[key], state[key]) for key in state)
+        addresses.append([tensor.data_ptr() for tensor in new.values()])
+        assert saved_bytes(new) < 2 * 8 * 5 * 1000
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert len(set(addresses[0])) == 5
+    bigger = on_cpu({"x": torch.ones(100_000)}, space=space)
+    assert bigger["x"].sum() == 100_000
+    assert on_cpu({"n": 1}, space=space) == {"n": 1}
