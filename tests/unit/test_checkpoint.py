@@ -237,9 +237,14 @@ def test_a_big_file_is_synced_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
-    synced = []
+    synced: list[int] = []
     sync = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda number: (synced.append(number), sync(number)))
+
+    def recorded(number: int) -> None:
+        synced.append(number)
+        sync(number)
+
+    monkeypatch.setattr(os, "fdatasync", recorded)
     state = {f"x{i}": torch.full((500,), i) for i in range(20)}
     for _ in range(2):  # the second one replaces a big file
         rank0_save(state, tmp_path / "x.pt")
