@@ -17,11 +17,12 @@ import json
 import logging
 import os
 import pickle
+import stat
 import threading
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -31,7 +32,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpkit.agree import exchange, run_on_rank0
-from ddpkit.durable import write_whole
+from ddpkit.control import this_machine
+from ddpkit.durable import FolderSyncError, write_whole
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
 from ddpkit.group import communication_device, get_rank, get_world_size
 from ddpkit.pending import finish_before_end
@@ -51,7 +53,6 @@ _logger = logging.getLogger(__name__)
 _RECORD = "archive/ddpkit.json"  # "archive" is torch's name for the root of files like ours
 _STREAMS = "archive/ddpkit-rng.pt"
 _CHUNK_BYTES = 32 << 20
-_END_BYTES = 64 << 10
 
 
 # ---------------------------------------------------------------------------------- public calls
@@ -193,6 +194,7 @@ def barrier_load(
     map_location: Any = None,
     weights_only: bool = True,
     include_rng: bool = False,
+    verify: bool = False,
 ) -> Any:
     """Load what `rank0_save` or `torch.save` has written, the same on every rank.
 
@@ -211,6 +213,9 @@ def barrier_load(
         include_rng: Whether every rank goes on with its global random streams, which were saved by
             `rank0_save(include_rng=True)`. With another number of ranks than saved them they are
             left alone, with a warning.
+        verify: Whether the checksums of the data are computed before, which reads the file once
+            more. Without it a file is refused if anything of its structure is missing or damaged,
+            but bits of its tensors that have been changed on the disk go unnoticed.
 
     Returns:
         The whole object. With `into`, the entries that were restored are the live objects. Its
@@ -230,8 +235,9 @@ def barrier_load(
     target = _checked_path("barrier_load", path)
     _check_into(into)
     with _original_cause():
-        loaded = _load(target, map_location, weights_only)
-        streams = _load_streams(target) if include_rng else None
+        loaded, streams = _load(
+            target, map_location, weights_only, verify=verify, streams=include_rng
+        )
     if into is None:
         value = loaded.own(loaded.value)
     else:
@@ -384,6 +390,12 @@ def _state_to_save(obj: object, target: str, space: CopySpace | None) -> Any:
 def _write(state: object, streams: list[Any], target: str) -> None:
     try:
         write_whole(Path(target), lambda file: _write_archive(state, streams, file))
+    except FolderSyncError as error:
+        raise CheckpointError(
+            f"{target} is in place, but the system could not be made to keep it there if the power "
+            f"fails: {one_line(error.__cause__ or error)}.",
+            path=target,
+        ) from error.__cause__
     except Exception as error:
         raise CheckpointError(
             f"Could not save {target}: {one_line(error)}. What was there before is untouched.",
@@ -410,10 +422,10 @@ def _version() -> str:
         return "unknown"
 
 
-def _tell_of_origin(target: str) -> None:
+def _tell_of_origin(target: str, name: str) -> None:
     """Say how many ranks had saved a file, if they were not as many as now."""
     try:
-        with zipfile.ZipFile(target) as archive:
+        with zipfile.ZipFile(name) as archive:
             record = json.loads(archive.read(_RECORD))
             saved_by, version = int(record["world_size"]), str(record["ddpkit"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
@@ -432,10 +444,22 @@ def _tell_of_origin(target: str) -> None:
 class _Identity:
     """What tells one file from another without reading all of it."""
 
+    machine: str
+    file: tuple[int, int]
+    """Its device and number, which mean nothing on another machine."""
     size: int
     modified: int
     contents: str
-    """Digest of the checksums of all parts, or of both ends where it is not a zip file."""
+    """Digest of the recorded checksums of all parts, or of everything where there are none."""
+
+    def is_that_of(self, other: _Identity | None) -> bool:
+        """Tell whether another rank sees the same file, or the same contents from afar."""
+        if other is None:
+            return False
+        if self.machine == other.machine:
+            return self == other
+        mine, theirs = (replace(one, machine="", file=(0, 0)) for one in (self, other))
+        return mine == theirs
 
 
 @dataclass(frozen=True)
@@ -449,48 +473,82 @@ class _Loaded:
         return copy.deepcopy(value) if self.is_mapped else value
 
 
-def _load(target: str, map_location: Any, weights_only: bool) -> _Loaded:
+def _load(
+    target: str, map_location: Any, weights_only: bool, *, verify: bool, streams: bool
+) -> tuple[_Loaded, Mapping[str, Any] | None]:
     on_rank0: list[_Loaded] = []
+    with _pinned(target) as name:
 
-    def read_on_rank0() -> _Identity:
-        identity = _identity_or_error(target)
-        on_rank0.append(_read(target, "cpu", weights_only))
-        _tell_of_origin(target)
-        return identity
+        def read_on_rank0() -> tuple[_Identity, bytes | None]:
+            identity = _identity_or_error(target, name)
+            _check_whole(target, name, verify)
+            on_rank0.append(_read(target, name, "cpu", weights_only))
+            _check_unchanged(target, name, identity)
+            _tell_of_origin(target, name)
+            return identity, _read_streams(target, name) if streams else None
 
-    wanted = run_on_rank0(read_on_rank0, name="barrier_load")
-    sees_it = _identity(target) == wanted
+        wanted, saved_streams = run_on_rank0(read_on_rank0, name="barrier_load")
+        seen = _identity(name)
 
-    def read_here() -> _Loaded:
-        loaded = on_rank0[0] if on_rank0 and _is_cpu(map_location) else None
-        loaded = loaded or _read(target, map_location, weights_only)
-        _check_unchanged(target, wanted)
-        return loaded
+        def read_here() -> _Loaded:
+            if on_rank0 and _is_cpu(map_location):
+                return on_rank0[0]
+            if seen is not None and seen.machine != wanted.machine:
+                _check_whole(target, name, verify)  # it may be another copy
+            loaded = _read(target, name, map_location, weights_only)
+            _check_unchanged(target, name, seen)
+            return loaded
 
-    if all(exchange(sees_it, name="barrier_load")):
-        return _agree_on_outcome(target, read_here)
-    return _receive(target, on_rank0[0].value if on_rank0 else None, map_location, weights_only)
+        if all(exchange(wanted.is_that_of(seen), name="barrier_load")):
+            loaded = _agree_on_outcome(target, read_here)
+        else:
+            value = on_rank0[0].value if on_rank0 else None
+            loaded = _receive(target, value, map_location, weights_only)
+    return loaded, _streams_of_this_rank(target, saved_streams)
 
 
-def _load_streams(target: str) -> Mapping[str, Any] | None:
-    """Return the saved random streams of this rank, None if other ranks have saved them."""
-    saved = torch.load(
-        io.BytesIO(run_on_rank0(lambda: _read_streams(target), name="barrier_load")),
-        weights_only=True,
-    )
-    if len(saved) != get_world_size():
+@contextlib.contextmanager
+def _pinned(target: str) -> Iterator[str]:
+    """Yield a name that stays that of one file, also when another one is moved to its path.
+
+    torch opens a file that it maps a second time, by its name, and would get parts of both.
+    """
+    descriptor = -1
+    with contextlib.suppress(OSError):
+        if Path(target).is_file():
+            descriptor = os.open(target, os.O_RDONLY)
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        yield name if descriptor >= 0 and Path(name).exists() else target
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _check_whole(target: str, name: str, verify: bool) -> None:
+    """Look at what torch does not look at in a file that it maps."""
+    if zipfile.is_zipfile(name) and not is_whole(Path(name), verify=verify):
+        raise CheckpointError(_damaged_message(target), path=target)
+
+
+def _streams_of_this_rank(target: str, saved: bytes | None) -> Mapping[str, Any] | None:
+    """Return the random streams that this rank has saved, None if other ranks have saved them."""
+    if saved is None:
+        return None
+    streams = torch.load(io.BytesIO(saved), weights_only=True)
+    if len(streams) != get_world_size():
         warnings.warn(
-            f"{target} holds the random streams of {len(saved)} ranks, and {get_world_size()} load "
-            "it, so the streams are left as they are.",
-            stacklevel=3,
+            f"{target} holds the random streams of {len(streams)} ranks, and {get_world_size()} "
+            "load it, so the streams are left as they are.",
+            stacklevel=4,
         )
         return None
-    return cast("Mapping[str, Any]", saved[get_rank()])
+    return cast("Mapping[str, Any]", streams[get_rank()])
 
 
-def _read_streams(target: str) -> bytes:
+def _read_streams(target: str, name: str) -> bytes:
     try:
-        with zipfile.ZipFile(target) as archive:
+        with zipfile.ZipFile(name) as archive:
             return archive.read(_STREAMS)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(
@@ -504,18 +562,26 @@ def _is_cpu(map_location: Any) -> bool:
     return map_location is None or map_location in ("cpu", torch.device("cpu"))
 
 
-def _check_unchanged(target: str, wanted: _Identity) -> None:
-    if _identity(target) != wanted:
+def _check_unchanged(target: str, name: str, before: _Identity | None) -> None:
+    if _identity(name) != before:
         raise CheckpointError(
-            f"{target} was replaced while it was being loaded. Load it again.", path=target
+            f"{target} was changed while it was being loaded. Load it again.", path=target
         )
 
 
-def _identity(target: str) -> _Identity | None:
+def _identity(name: str) -> _Identity | None:
     """Return what identifies a file, None where this rank cannot read it."""
     try:
-        status = Path(target).stat()
-        return _Identity(status.st_size, status.st_mtime_ns, _contents_digest(Path(target)))
+        status = Path(name).stat()
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return _Identity(
+            this_machine(),
+            (status.st_dev, status.st_ino),
+            status.st_size,
+            status.st_mtime_ns,
+            _contents_digest(Path(name)),
+        )
     except Exception:  # noqa: BLE001  # of a damaged archive, zipfile may make anything
         return None
 
@@ -528,29 +594,33 @@ def _contents_digest(path: Path) -> str:
                 digest.update(repr((part.filename, part.CRC, part.file_size)).encode())
         else:
             file.seek(0)
-            digest.update(file.read(_END_BYTES))
-            file.seek(max(0, path.stat().st_size - _END_BYTES))
-            digest.update(file.read(_END_BYTES))
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
-def _identity_or_error(target: str) -> _Identity:
-    identity = _identity(target)
+def _identity_or_error(target: str, name: str) -> _Identity:
+    identity = _identity(name)
     if identity is not None:
         return identity
+    path = Path(target)
+    if path.exists() and not path.is_file() and not path.is_dir():  # opening it might block
+        raise CheckpointError(
+            f"{target} is no ordinary file, so nothing can be loaded from it.", path=target
+        )
     try:
-        Path(target).open("rb").close()
+        path.open("rb").close()
     except OSError as error:
         raise CheckpointError(_unreadable_message(target, error), path=target) from error
     raise CheckpointError(_damaged_message(target), path=target)
 
 
-def _read(target: str, map_location: Any, weights_only: bool) -> _Loaded:
+def _read(target: str, name: str, map_location: Any, weights_only: bool) -> _Loaded:
     # What runs code while it is read may keep hold of the file in ways that no copy undoes.
-    is_mapped = weights_only and zipfile.is_zipfile(target)
+    is_mapped = weights_only and zipfile.is_zipfile(name)
     location = "cpu" if map_location is None else map_location
     try:
-        value = torch.load(target, map_location=location, weights_only=weights_only, mmap=is_mapped)
+        value = torch.load(name, map_location=location, weights_only=weights_only, mmap=is_mapped)
     except (FileNotFoundError, PermissionError) as error:
         raise CheckpointError(_unreadable_message(target, error), path=target) from error
     except Exception as error:

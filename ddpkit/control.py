@@ -77,17 +77,18 @@ class Departure:
 def this_member() -> Member:
     """Describe this process."""
     pid = os.getpid()
-    return Member(socket.gethostname(), _machine(), pid, _process_start(pid) or "")
+    return Member(socket.gethostname(), this_machine(), pid, _process_start(pid) or "")
 
 
 def is_gone(member: Member) -> bool:
     """Tell whether a process has certainly ended; False where that cannot be known from here."""
-    if member.machine != _machine() or not member.started:
+    if member.machine != this_machine() or not member.started:
         return False
     return _process_start(member.pid) != member.started
 
 
-def _machine() -> str:
+def this_machine() -> str:
+    """Name this machine as long as it runs; containers on it share the name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -479,7 +480,7 @@ class Channel:
         return any(departure.rank == rank for departure in self.departures())
 
     def _is_lost(self, rank: int, member: Member) -> bool:
-        if member.machine == _machine():
+        if member.machine == this_machine():
             return is_gone(member)
         key = f"beat/{rank}"
         beat = self._call(lambda store: store.get(key) if store.check([key]) else b"")

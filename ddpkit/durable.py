@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["write_whole"]
+__all__ = ["FolderSyncError", "write_whole"]
 
 _TEMPORARY_PREFIX = ".ddpkit-"
 _TEMPORARY_SUFFIX = ".tmp"
@@ -30,10 +30,13 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
     Raises:
         OSError: Nothing has changed then.
+        FolderSyncError: The new file is in place, but perhaps not for good.
     """
     final = Path(os.path.realpath(path))
     if final.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
+    if final.exists() and not final.is_file():  # a pipe, a device such as /dev/null
+        raise OSError(f"{path} is no ordinary file")
     if final.exists() and not os.access(final, os.W_OK):
         raise PermissionError(f"{path} is read-only")
     _make_folder(final.parent)
@@ -43,7 +46,14 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             _write_through(file, write, early)
         os.fsync(file.fileno())
         _replace(temporary, final)
-    _sync_folder(final.parent)
+    try:
+        _sync_folder(final.parent)
+    except OSError as error:
+        raise FolderSyncError(str(error)) from error
+
+
+class FolderSyncError(Exception):
+    """A file is in place, but it is not certain that it would be after a loss of power."""
 
 
 class _EarlySync:

@@ -4,6 +4,7 @@ import datetime
 import enum
 import errno
 import os
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -375,6 +376,38 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.pt").write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"cut\.pt is not a whole torch\.save file"):
             barrier_load(tmp_path / "cut.pt")
+
+
+def test_a_flipped_bit_anywhere_gives_no_other_contents_where_checksums_are_computed(
+    tmp_path: Path,
+) -> None:
+    state = {"x": torch.arange(1000), "n": 5}
+    rank0_save(state, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()
+    chance, refused = random.Random(0), 0
+    for _ in range(150):
+        flipped = bytearray(whole)
+        flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        (tmp_path / "x.pt").write_bytes(flipped)
+        try:
+            loaded = barrier_load(tmp_path / "x.pt", verify=True)
+        except CheckpointError:
+            refused += 1
+        else:  # what is no part of the data: padding, dates, the origin of the file
+            assert torch.equal(loaded["x"], state["x"])
+            assert loaded["n"] == 5
+    assert refused > 100
+
+
+def test_a_model_and_its_average_go_through_a_file(tmp_path: Path) -> None:
+    """The average keeps its model as a genuine child called `module`."""
+    model, average = nn.Linear(2, 2), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    rank0_save({"model": model, "average": average}, tmp_path / "x.pt")
+    fresh, fresh_average = nn.Linear(2, 2), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    barrier_load(tmp_path / "x.pt", into={"model": fresh, "average": fresh_average})
+    assert torch.equal(fresh.weight, model.weight)
+    assert torch.equal(fresh_average.module.weight, average.module.weight)
+    assert "module.weight" in torch.load(tmp_path / "x.pt")["average"]
 
 
 def test_a_file_that_runs_code_does_not_unless_it_may(tmp_path: Path) -> None:
