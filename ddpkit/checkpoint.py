@@ -132,7 +132,8 @@ class SaveHandle:
     def wait(self) -> None:
         """Wait until the save is on disk, on all ranks.
 
-        Collective: every rank must call this. Returns at once where nothing is being written.
+        Collective: every rank must call this. It waits for a later save, too, if there is one, and
+        returns at once where nothing is being written.
 
         Raises:
             CheckpointError: On every rank, if rank 0 could not write it.
@@ -311,16 +312,29 @@ def _save(
 ) -> None:
     join_open_save()
     state = _state_to_save(obj, target, _open_save.space if in_background else None)
+    records = _records(streams)
+    place = str(Path(target).absolute())  # the working folder may be another one by then
 
     def write() -> None:
-        _write(state, streams, target)
+        _write(state, records, target, place)
         if keep_last is not None:
-            _remove_older(target, keep_last)
+            _remove_older(place, keep_last)
 
     if in_background:
         _open_save.start(write)
     else:
         write()
+
+
+def _records(streams: list[Any]) -> dict[str, bytes]:
+    """Make what lies beside the data, where torch does not look."""
+    origin = {"ddpkit": _version(), "world_size": get_world_size()}
+    records = {_RECORD: json.dumps(origin).encode()}
+    if streams:
+        contents = io.BytesIO()
+        torch.save(streams, contents)
+        records[_STREAMS] = contents.getvalue()
+    return records
 
 
 def _remove_older(target: str, keep: int) -> None:
@@ -387,9 +401,9 @@ def _state_to_save(obj: object, target: str, space: CopySpace | None) -> Any:
     return state
 
 
-def _write(state: object, streams: list[Any], target: str) -> None:
+def _write(state: object, records: Mapping[str, bytes], target: str, place: str) -> None:
     try:
-        write_whole(Path(target), lambda file: _write_archive(state, streams, file))
+        write_whole(Path(place), lambda file: _write_archive(state, records, file))
     except FolderSyncError as error:
         raise CheckpointError(
             f"{target} is in place, but the system could not be made to keep it there if the power "
@@ -403,22 +417,18 @@ def _write(state: object, streams: list[Any], target: str) -> None:
         ) from error
 
 
-def _write_archive(state: object, streams: list[Any], file: IO[bytes]) -> None:
-    """Write what `torch.save` writes, and our records beside it, where torch does not look."""
+def _write_archive(state: object, records: Mapping[str, bytes], file: IO[bytes]) -> None:
+    """Write what `torch.save` writes, and our records beside it."""
     torch.save(state, file)
-    record = {"ddpkit": _version(), "world_size": get_world_size()}
     with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr(_RECORD, json.dumps(record))
-        if streams:
-            contents = io.BytesIO()
-            torch.save(streams, contents)
-            archive.writestr(_STREAMS, contents.getvalue())
+        for name, contents in records.items():
+            archive.writestr(name, contents)
 
 
 def _version() -> str:
     try:
         return metadata.version("ddpkit")
-    except metadata.PackageNotFoundError:  # run from its source
+    except (metadata.PackageNotFoundError, OSError):  # run from its source, or no file can be read
         return "unknown"
 
 
@@ -477,6 +487,7 @@ def _load(
     target: str, map_location: Any, weights_only: bool, *, verify: bool, streams: bool
 ) -> tuple[_Loaded, Mapping[str, Any] | None]:
     on_rank0: list[_Loaded] = []
+    run_on_rank0(join_open_save, name="barrier_load")  # it may be this very file
     with _pinned(target) as name:
 
         def read_on_rank0() -> tuple[_Identity, bytes | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,3 +72,43 @@ def test_results_arrive_on_the_cpu() -> None:
     weights = [weight for _, weight in ddpkit.distributed(train_two_steps).run_all()]
     assert all(weight.device.type == "cpu" for weight in weights)
     assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_copied_ahead_are_those_of_the_dataset(workers: int) -> None:
+    numbers = torch.arange(4096.0).reshape(1024, 4)
+    data = torch.utils.data.TensorDataset(numbers)
+    loader = ddpkit.sharded_loader(data, batch_size=64, num_workers=workers, device="cuda")
+    for _ in range(3):
+        seen = []
+        for (batch,) in loader:
+            assert batch.is_cuda
+            torch.cuda._sleep(1_000_000)  # the next copy runs meanwhile
+            seen.append(batch * 2)
+        assert torch.equal(torch.cat(seen).cpu(), 2 * numbers)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_of_a_device_are_saved_as_tensors_of_the_cpu(
+    tmp_path: Path, background: bool
+) -> None:
+    weight = torch.arange(8.0, device="cuda")
+    state = {"view": weight[2:4], "whole": weight, "parameter": torch.nn.Parameter(weight[:2])}
+    save = ddpkit.rank0_save(state, tmp_path / "x.pt", background=background)
+    with torch.no_grad():
+        weight.zero_()
+    save.wait()
+    loaded = torch.load(tmp_path / "x.pt")
+    assert all(value.device.type == "cpu" for value in loaded.values())
+    assert loaded["whole"].tolist() == list(range(8))
+    assert (
+        loaded["view"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()
+    )
+
+
+def test_the_random_stream_of_the_device_goes_on(tmp_path: Path) -> None:
+    torch.rand(1, device="cuda")
+    ddpkit.rank0_save({"n": 1}, tmp_path / "x.pt", include_rng=True)
+    went_on = torch.rand(3, device="cuda")
+    ddpkit.barrier_load(tmp_path / "x.pt", include_rng=True)
+    assert torch.equal(torch.rand(3, device="cuda"), went_on)

@@ -378,6 +378,23 @@ def test_what_cannot_be_saved_is_told_at_once_also_in_the_background(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_a_load_waits_for_a_save_in_the_background_and_a_new_folder_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+
+    def use() -> list[Any]:
+        os.chdir(tmp_path)
+        rank0_save({"n": 1}, "x.pt")
+        if is_rank0():
+            slow_writes(monkeypatch, 0.2)
+        rank0_save({"n": 2}, "x.pt", background=True)
+        os.chdir(tmp_path / "other")
+        return [barrier_load(tmp_path / "x.pt"), list((tmp_path / "other").iterdir())]
+
+    assert run_ranks(use) == [[{"n": 2}, []]] * 2
+
+
 END_OF_PROGRAM = """
 import sys, time
 from ddpkit import durable, rank0_save

@@ -5,6 +5,7 @@ import enum
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,24 +235,33 @@ def test_an_error_of_the_system_is_told_and_not_what_follows_from_it(
         write_whole(tmp_path / "x.pt", hide)
 
 
-def test_a_big_file_is_synced_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def early_syncs(monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:
+    """Have files synced early after a few bytes, and tell when that is done."""
     monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
-    synced: list[int] = []
-    sync = os.fdatasync
+    done, sync = threading.Event(), os.fdatasync
 
     def recorded(number: int) -> None:
-        synced.append(number)
         sync(number)
+        done.set()
 
     monkeypatch.setattr(os, "fdatasync", recorded)
-    state = {f"x{i}": torch.full((500,), i) for i in range(20)}
+    return [done]
+
+
+def test_a_big_file_is_synced_while_it_is_written(
+    tmp_path: Path, early_syncs: list[threading.Event]
+) -> None:
+    def write(file: Any) -> None:
+        file.write(bytes(2000))
+        assert early_syncs[0].wait(20)
+        file.write(b"the end")
+
     for _ in range(2):  # the second one replaces a big file
-        rank0_save(state, tmp_path / "x.pt")
-    assert synced
-    assert all(torch.equal(v, state[k]) for k, v in torch.load(tmp_path / "x.pt").items())
-    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+        early_syncs[0].clear()
+        write_whole(tmp_path / "x", write)
+        assert (tmp_path / "x").read_bytes() == bytes(2000) + b"the end"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_an_error_of_an_early_sync_is_not_lost(
@@ -260,13 +270,19 @@ def test_an_error_of_an_early_sync_is_not_lost(
     """The system tells it once, so the sync at the end goes well."""
     rank0_save("old", tmp_path / "x.pt")
     monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
+    failed = threading.Event()
 
     def fail(number: int) -> None:
+        failed.set()
         raise OSError(errno.EIO, "Input/output error")
 
+    def write(file: Any) -> None:
+        file.write(bytes(2000))
+        assert failed.wait(20)
+
     monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        rank0_save([torch.ones(1000)], tmp_path / "x.pt")
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(tmp_path / "x.pt", write)
     assert torch.load(tmp_path / "x.pt") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
 
