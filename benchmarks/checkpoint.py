@@ -34,6 +34,7 @@ from harness import (
     write_record,
 )
 from launch import show_ratio
+from loader_contestants import give_memory_back
 from torch import nn
 
 from ddpkit import barrier_load, distributed, get_rank, rank0_save
@@ -182,6 +183,7 @@ def background_ways(bench: Bench) -> dict[str, Callable[[], Callable[[], object]
 def measure_one(action: Callable[[], None], watch: MemoryWatch) -> dict[str, float]:
     """Measure from the moment when both ranks are ready until this one has finished."""
     found: dict[str, float] = {}
+    give_memory_back()  # what an earlier way has left in the heap would hide what this one needs
     dist.barrier()
     with watch.peak(found) if get_rank() == 0 else contextlib.nullcontext():
         began = time.perf_counter()

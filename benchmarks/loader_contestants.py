@@ -229,7 +229,7 @@ class Meter:
     """
 
     def __enter__(self) -> Meter:
-        _give_memory_back()
+        give_memory_back()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
         self._before = _peak_memory()
         self._began = time.perf_counter()
@@ -244,7 +244,7 @@ class Meter:
         return {"seconds": self.seconds, "memory": self.memory, "count": count}
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
     """Leave no free memory in the heap, where a small growth would go unseen."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # a libc other than glibc
