@@ -216,7 +216,7 @@ class ComputedBatches:
             yield torch.arange(first + start, first + stop)[None] % self.length
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> Permutation:
     """Keep the last few, for `peek()`, for several loaders and for simulated worlds."""
     return Permutation(length, seed=seed, epoch=epoch)
@@ -345,7 +345,10 @@ class OwnBatches:
 
     def stream(self, epoch: int, consumed: int) -> Iterator[Any]:
         """Yield the batches that are left of the epoch."""
-        batches = self.batches.stream(epoch, consumed // self.layout.world_size)
+        own = consumed // self.layout.world_size
+        if own and self.batches.is_finished(epoch, own):
+            return iter(())
+        batches = self.batches.stream(epoch, own)
         if self.limit is None:
             return batches
         return islice(batches, max(0, self.limit - consumed // self.layout.global_batch))
@@ -359,10 +362,8 @@ class OwnBatches:
         return consumed + self.layout.global_batch
 
     def is_finished(self, epoch: int, consumed: int) -> bool:
-        """Tell whether nothing is left of the epoch."""
-        if self.limit is None:
-            return self.batches.is_finished(epoch, consumed // self.layout.world_size)
-        return consumed >= self.limit * self.layout.global_batch
+        """Tell whether nothing is left on any rank; where each has its own end, nobody knows."""
+        return self.limit is not None and consumed >= self.limit * self.layout.global_batch
 
 
 @dataclass(frozen=True)

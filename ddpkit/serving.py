@@ -61,14 +61,18 @@ class Server(Dataset[Reply]):
 
     Args:
         dataset: What samples come from.
-        collate_fn: Makes a batch of samples.
+        collate_fn: Makes a batch of a list of samples, or converts one sample.
+        single: Whether a batch is the one sample of it.
         reseeds: Whether a worker seeds its global streams for each batch. A user's own
             `worker_init_fn` may have other plans.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Collate, *, reseeds: bool) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Collate, *, single: bool, reseeds: bool = True
+    ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self.single = single
         self.epoch: int | None = None  # what the dataset has been told
         self._reseeds = reseeds
         self._open: Pass | None = None
@@ -89,6 +93,10 @@ class Server(Dataset[Reply]):
     def answer(self, current: Pass, place: int, wanted: Any) -> Reply:
         """Load one batch of the pass that has begun."""
         raise NotImplementedError
+
+    def collated(self, samples: list[Any]) -> Any:
+        """Make a batch of samples, or convert the one of them."""
+        return self.collate_fn(samples[0] if self.single else samples)
 
     def begin(self, current: Pass) -> None:
         """Prepare for a pass whose epoch the dataset knows."""
@@ -120,20 +128,7 @@ class Server(Dataset[Reply]):
 
 
 class MapServer(Server):
-    """Answers requests for samples by their keys.
-
-    Args:
-        dataset: A dataset with `__getitem__`, and perhaps `__getitems__`.
-        collate_fn: Makes a batch of a list of samples, or converts one sample.
-        single: Whether a request has one key in place of a list.
-        reseeds: See `Server`.
-    """
-
-    def __init__(
-        self, dataset: Any, collate_fn: Collate, *, single: bool, reseeds: bool = True
-    ) -> None:
-        super().__init__(dataset, collate_fn, reseeds=reseeds)
-        self._single = single
+    """Answers requests for samples by their keys; see `Server`."""
 
     def answer(self, current: Pass, place: int, wanted: Any) -> Reply:
         """Load the samples of these keys."""
@@ -149,7 +144,7 @@ class MapServer(Server):
 
     def _fetch(self, keys: Any) -> Any:
         dataset = self.dataset
-        if self._single:
+        if self.single:
             return dataset[keys]
         if getattr(dataset, "__getitems__", None):
             return dataset.__getitems__(keys)

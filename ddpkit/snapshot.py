@@ -50,18 +50,21 @@ def _state_of(value: Any) -> Any:
     return value
 
 
-def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to what is in plain containers; unchanged ones stay the same objects."""
+def _map_leaves(value: Any, function: Callable[[Any], Any], *, anew: bool = False) -> Any:
+    """Apply a function to what is in plain containers.
+
+    Containers in which nothing changes stay the same objects, unless all are made `anew`.
+    """
     if isinstance(value, dict):
-        items = {key: _map_leaves(item, function) for key, item in value.items()}
-        if all(items[key] is value[key] for key in value):
+        items = {key: _map_leaves(item, function, anew=anew) for key, item in value.items()}
+        if not anew and all(items[key] is value[key] for key in value):
             return value
         new = copy.copy(value)
         new.update(items)
         return new
     if isinstance(value, (list, tuple)):
-        parts = [_map_leaves(item, function) for item in value]
-        if all(part is item for part, item in zip(parts, value, strict=True)):
+        parts = [_map_leaves(item, function, anew=anew) for item in value]
+        if not anew and all(part is item for part, item in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value)
@@ -102,7 +105,7 @@ def on_cpu(state: Any, *, space: CopySpace | None = None) -> Any:
             storages[key] = _copied(used, space).untyped_storage()
         return _rebased(value, storages[key], start)
 
-    return _map_leaves(state, moved)
+    return _map_leaves(state, moved, anew=space is not None)
 
 
 def _copied(used: torch.Tensor, space: CopySpace | None) -> torch.Tensor:

@@ -40,13 +40,13 @@ class StreamBatches:
     Args:
         dataset: Its length, if it has one, is that of an epoch. Nothing else relies on it.
         layout: How items are cut into steps, and steps into shares.
-        order: What decides the order.
     """
 
-    def __init__(self, dataset: Any, layout: Layout, *, order: str = "stream") -> None:
+    order = "stream"
+
+    def __init__(self, dataset: Any, layout: Layout) -> None:
         self.dataset = dataset
         self.layout = layout
-        self.order = order
 
     def stream(self, epoch: int, consumed: int) -> Iterator[int]:
         """Yield the positions at which steps begin."""
@@ -77,7 +77,7 @@ class StreamServer(Server):
         collate_fn: Makes a batch of a list of items, or converts one item.
         layout: How items are cut into steps, and steps into shares.
         seed: The seed of the run, the same on all ranks.
-        single: Whether a batch is the one item of it.
+        single: See `Server`.
         reseeds: See `Server`.
     """
 
@@ -91,10 +91,9 @@ class StreamServer(Server):
         single: bool,
         reseeds: bool = True,
     ) -> None:
-        super().__init__(dataset, collate_fn, reseeds=reseeds)
+        super().__init__(dataset, collate_fn, single=single, reseeds=reseeds)
         self._layout = layout
         self._seed = seed
-        self._single = single
         self._walk: _Walk | None = None
         self._end: int | None = None
         self._pristine = _Pristine(dataset)
@@ -136,10 +135,10 @@ class StreamServer(Server):
         if note.is_empty:
             return None, note
         # The head last: asking for it may end the walk.
-        padded = step if stop <= len(step) else step + self._head(current, walk, stop - len(step))
+        padded = step if stop <= len(step) else step + self._head(walk, stop - len(step))
         share = padded[start:stop]
         with self.randomness(current, place):
-            return self.collate_fn(share[0] if self._single else share), note
+            return self.collated(share), note
 
     def _walk_to(self, current: Pass, position: int) -> tuple[_Walk, bool]:
         walk = self._walk
@@ -159,7 +158,7 @@ class StreamServer(Server):
             head=self._layout.world_size - 1,
         )
 
-    def _head(self, current: Pass, walk: _Walk, size: int) -> list[Any]:
+    def _head(self, walk: _Walk, size: int) -> list[Any]:
         """Return the first items of the stream once more, in a circle if there are too few."""
         head = walk.head
         if walk.began_at:  # in the middle, by a state
@@ -181,7 +180,7 @@ class OwnStreamServer(Server):
         collate_fn: Makes a batch of a list of items, or converts one item.
         batch_size: Items in a batch.
         drop_last: Whether a last batch that is not full is left out.
-        single: Whether a batch is the one item of it.
+        single: See `Server`.
         reseeds: See `Server`.
     """
 
@@ -195,10 +194,9 @@ class OwnStreamServer(Server):
         single: bool,
         reseeds: bool = True,
     ) -> None:
-        super().__init__(dataset, collate_fn, reseeds=reseeds)
+        super().__init__(dataset, collate_fn, single=single, reseeds=reseeds)
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._single = single
         self._items: Iterator[Any] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,7 +219,7 @@ class OwnStreamServer(Server):
             note = Note(is_empty=is_empty, worker=_worker_id())
             if is_empty or not wanted:
                 return None, note
-            return self.collate_fn(items[0] if self._single else items), note
+            return self.collated(items), note
 
 
 class _Walk:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
+from ddpkit.agree import barrier
 from ddpkit.errors import ConfigError, GroupError, WorkerError
 from ddpkit.group import get_rank, get_world_size
 from ddpkit.loader import sharded_loader
@@ -30,9 +31,6 @@ from ddpkit.testing import run_ranks
 LENGTH = 23
 # torch installs this handler for good with the first worker of a process; see unit/test_loader.py.
 _set_SIGCHLD_handler()
-
-# A place to write down how far a rank came, and where to go on.
-Leg = tuple[list[list[int]], dict[str, Any]]
 
 
 def dataset(length: int = LENGTH) -> TensorDataset:
@@ -80,34 +78,6 @@ def test_a_weighted_sampler_is_drawn_alike_and_split() -> None:
         dataset(), batch_size=10, sampler=WeightedRandomSampler([1.0] * LENGTH, 20)
     )
     assert [a + b for a, b in zip(first, second, strict=True)] == ids(alone)
-
-
-def test_an_epoch_goes_on_in_other_worlds() -> None:
-    def leg(state: dict[str, Any] | None, stop: int | None, batch_size: int, workers: int) -> Leg:
-        loader = sharded_loader(
-            dataset(), batch_size=batch_size, shuffle=True, uneven="drop", num_workers=workers
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        seen, state = [], loader.state_dict()
-        for (batch,) in loader:
-            seen.append(batch.tolist())
-            state = loader.state_dict()
-            if len(seen) == stop:
-                break
-        return seen, state
-
-    state: dict[str, Any] | None = None
-    order: list[int] = []
-    for world, *options in ((2, 3, 2, 2), (3, 1, 2, 0), (1, None, 5, 0)):
-        legs = run_ranks(leg, world, args=(state, *options))
-        order += [
-            i for step in zip(*(seen for seen, _ in legs), strict=True) for b in step for i in b
-        ]
-        state = legs[0][1]
-        assert all(other == state for _, other in legs)
-    unbroken = sharded_loader(dataset(), batch_size=LENGTH, shuffle=True)
-    assert [order] == ids(unbroken)
 
 
 def test_no_length_leaves_a_rank_waiting_in_a_collective() -> None:
@@ -224,10 +194,21 @@ def test_two_ranks_share_a_stream(workers: int) -> None:
         assert [step[: len(w)] for step, w in zip(steps, whole, strict=True)] == whole
 
 
-def test_a_stream_goes_on_in_other_worlds() -> None:
-    def leg(state: dict[str, Any] | None, stop: int | None, batch_size: int, workers: int) -> Leg:
-        stream = Stream(range(LENGTH), shuffle=True)
-        loader = sharded_loader(stream, batch_size=batch_size, uneven="drop", num_workers=workers)
+Source = dict[str, Any]
+SOURCES: dict[str, Callable[[], Source]] = {
+    "keys": lambda: {"source": range(LENGTH), "shuffle": True},
+    "stream": lambda: {"source": Stream(range(LENGTH), shuffle=True)},
+}
+Plan = Iterable[tuple[int, int | None, dict[str, Any]]]
+
+
+def go_on_in(plan: Plan, kind: str) -> list[list[int]]:
+    """Go through one epoch in worlds of several sizes, each stopped after some steps."""
+
+    def leg(
+        state: dict[str, Any] | None, stop: int | None, options: dict[str, Any]
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        loader = sharded_loader(**SOURCES[kind](), **options)
         if state is not None:
             loader.load_state_dict(state)
         seen, state = [], loader.state_dict()
@@ -239,16 +220,39 @@ def test_a_stream_goes_on_in_other_worlds() -> None:
         return seen, state
 
     state: dict[str, Any] | None = None
-    order: list[int] = []
-    for world, *options in ((2, 2, 2, 2), (3, 1, 2, 0), (1, None, 4, 2)):
-        legs = run_ranks(leg, world, args=(state, *options))
-        order += [
-            i for step in zip(*(seen for seen, _ in legs), strict=True) for b in step for i in b
+    steps: list[list[int]] = []
+    for world, stop, options in plan:
+        legs = run_ranks(leg, world, args=(state, stop, options))
+        steps += [
+            [i for share in step for i in share]
+            for step in zip(*(seen for seen, _ in legs), strict=True)
         ]
         state = legs[0][1]
         assert all(other == state for _, other in legs)
-    unbroken = sharded_loader(Stream(range(LENGTH), shuffle=True), batch_size=LENGTH)
-    assert [order] == numbers_of(unbroken)
+    return steps
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_epoch_goes_on_in_other_worlds_with_other_batches(kind: str) -> None:
+    plan: Plan = [
+        (2, 3, {"batch_size": 2, "num_workers": 2, "uneven": "drop"}),
+        (3, 1, {"batch_size": 2, "uneven": "drop"}),
+        (1, None, {"batch_size": 5, "num_workers": 2}),
+    ]
+    (order,) = go_on_in([(1, None, {"batch_size": LENGTH})], kind)
+    assert [i for step in go_on_in(plan, kind) for i in step] == order
+    assert sorted(order) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_global_batches_stay_the_same_from_two_ranks_to_three_to_one(kind: str) -> None:
+    whole = {"global_batch_size": 6}
+    plan: Plan = [
+        (2, 1, {**whole, "num_workers": 2}),
+        (3, 2, whole),
+        (1, None, {**whole, "num_workers": 2}),
+    ]
+    assert go_on_in(plan, kind) == go_on_in([(1, None, whole)], kind)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -300,6 +304,29 @@ def test_a_rank_without_data_ends_the_epoch_of_all(empty: int) -> None:
     assert run_ranks(go_through) == [(0, 1)] * 2
 
 
+def test_exact_parts_go_on_where_each_of_them_was() -> None:
+    """One rank had come to its end when the state was saved, the other had not."""
+
+    def go_through(state: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+        part = list(range(10 * get_rank(), 10 * get_rank() + 3 + 4 * get_rank()))
+        loader = sharded_loader(part, batch_size=2, shard=False, uneven="exact")
+        if state is not None:
+            loader.load_state_dict(state)
+        seen, states = [], []
+        for batch in loader:
+            seen.append(batch.tolist())
+            states.append(loader.state_dict())
+        for _ in loader:  # the next epoch, in which the ranks compare where they are
+            barrier()
+            break
+        assert loader.epoch == 2
+        return seen, states[2] if len(states) > 2 else {}
+
+    (first, _), (second, state) = run_ranks(go_through, args=(None,))
+    rest = run_ranks(go_through, args=(state,))
+    assert [seen for seen, _ in rest] == [first[3:], second[3:]] == [[], [[16]]]
+
+
 def test_exact_parts_end_where_they_end() -> None:
     def go_through() -> int:
         stream = Stream(range(3 + 4 * get_rank()))
@@ -333,42 +360,6 @@ def test_a_distributed_sampler_is_kept_where_nothing_else_splits() -> None:
             sampler: Any = DistributedSampler(dataset(), 2, rank, seed=3)
             sampler.set_epoch(epoch)
             assert [i for batch in seen for i in batch] == list(sampler)
-
-
-@pytest.mark.parametrize("kind", ["keys", "stream"])
-def test_the_global_batches_stay_the_same_from_two_ranks_to_three_to_one(kind: str) -> None:
-    def leg(
-        state: dict[str, Any] | None, stop: int | None, workers: int
-    ) -> tuple[list[list[int]], dict[str, Any]]:
-        source: Any = Stream(range(LENGTH), shuffle=True) if kind == "stream" else range(LENGTH)
-        loader = sharded_loader(
-            source,
-            global_batch_size=6,
-            shuffle=True if kind == "keys" else None,
-            num_workers=workers,
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        seen, state = [], loader.state_dict()
-        for batch in loader:
-            seen.append(batch.tolist())
-            state = loader.state_dict()
-            if len(seen) == stop:
-                break
-        return seen, state
-
-    steps: list[list[int]] = []
-    state: dict[str, Any] | None = None
-    for world, stop, workers in ((2, 1, 2), (3, 2, 0), (1, None, 2)):
-        legs = run_ranks(leg, world, args=(state, stop, workers))
-        steps += [
-            [i for share in step for i in share]
-            for step in zip(*(seen for seen, _ in legs), strict=True)
-        ]
-        state = legs[0][1]
-        assert all(other == state for _, other in legs)
-    assert steps == leg(None, None, 0)[0]
-    assert sorted(i for step in steps for i in step) == list(range(LENGTH))
 
 
 # ------------------------------------------------------------------------------ ranks that differ

@@ -86,6 +86,18 @@ def test_a_copy_does_not_change_any_more() -> None:
     assert new["bytes"] == before["bytes"]
 
 
+def test_containers_without_tensors_are_copied_too() -> None:
+    """A history that grows, and what a schedule shares with its state."""
+    state: dict[str, Any] = {"losses": [0.5], "best": {"epoch": 1}, "pair": ([1], 2), "seen": {1}}
+    new = on_cpu(state, space=CopySpace())
+    state["losses"].append(0.4)
+    state["best"]["epoch"] = 2
+    state["pair"][0].append(3)
+    state["seen"].add(2)
+    state["later"] = 1
+    assert new == {"losses": [0.5], "best": {"epoch": 1}, "pair": ([1], 2), "seen": {1}}
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
