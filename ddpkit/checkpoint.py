@@ -338,11 +338,11 @@ def _records(streams: list[Any]) -> dict[str, bytes]:
 
 
 def _remove_older(target: str, keep: int) -> None:
-    for file in older_members(Path(os.path.realpath(target)), keep):
-        try:
+    try:
+        for file in older_members(Path(os.path.realpath(target)), keep):
             file.unlink(missing_ok=True)
-        except OSError as error:  # the save itself is well
-            _logger.warning("could not remove the older checkpoint %s: %s", file, error)
+    except OSError as error:  # the save itself is well
+        _logger.warning("could not remove the checkpoints before %s: %s", target, error)
 
 
 class _OpenSave:
@@ -369,9 +369,9 @@ class _OpenSave:
 
     def join(self) -> None:
         """Wait for it, and raise what it has raised, once."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # after the wait, which an interrupt may cut short
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -392,13 +392,19 @@ def join_open_save() -> None:
 def _state_to_save(obj: object, target: str, space: CopySpace | None) -> Any:
     """Make what is written, and judge it before anything is."""
     try:
-        state = on_cpu(plain_state(obj), space=space)
+        state = plain_state(obj)
     except Exception as error:
         raise CheckpointError(
             f"Could not save {target}: a state_dict() failed: {one_line(error)}.", path=target
         ) from error
     check_loadable(state, target)
-    return state
+    try:
+        return on_cpu(state, space=space)
+    except Exception as error:  # memory, for one
+        raise CheckpointError(
+            f"Could not save {target}: its state could not be copied: {one_line(error)}.",
+            path=target,
+        ) from error
 
 
 def _write(state: object, records: Mapping[str, bytes], target: str, place: str) -> None:

@@ -77,8 +77,7 @@ class _EarlySync:
             return
         self._unsynced = 0
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ddpkit-sync", daemon=True)
-            self._thread.start()
+            self._thread = _start_thread(self._work)
         self._is_due.set()
 
     def _work(self) -> None:
@@ -113,8 +112,19 @@ def _replace(temporary: Path, final: Path) -> None:
     try:
         temporary.replace(final)
     finally:
-        if old >= 0:  # the last one to close it waits until its space is free
-            threading.Thread(target=os.close, args=(old,), daemon=True).start()
+        # The last one to close it waits until its space is free.
+        if old >= 0 and _start_thread(lambda: os.close(old)) is None:
+            os.close(old)
+
+
+def _start_thread(work: Callable[[], None]) -> threading.Thread | None:
+    """Start a helper; None at the end of the program, when Python 3.12 and newer start no more."""
+    thread = threading.Thread(target=work, name="ddpkit-file", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def _make_folder(folder: Path) -> None:

@@ -264,6 +264,23 @@ def test_a_big_file_is_synced_while_it_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_big_file_is_written_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a program, whose last save in the background is still being written."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(durable, "_SYNC_EVERY", 1000)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(3):
+        rank0_save(torch.full((1000,), number), tmp_path / "x.pt")
+        assert torch.load(tmp_path / "x.pt")[0] == number
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_an_error_of_an_early_sync_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

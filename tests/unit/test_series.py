@@ -64,6 +64,22 @@ def test_nothing_goes_where_the_new_one_cannot_be_written(tmp_path: Path) -> Non
     assert names(tmp_path) == ["e1.pt", "e2.pt", "e3.pt"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_older_ones_that_cannot_be_removed_leave_the_save_well(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
+) -> None:
+    def refuse(path: Path, keep: int) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(path.parent))
+
+    monkeypatch.setattr("ddpkit.checkpoint.older_members", refuse)
+    rank0_save({"n": 1}, tmp_path / "e1.pt", keep_last=1, background=background).wait()
+    assert torch.load(tmp_path / "e1.pt") == {"n": 1}
+    assert "Permission denied" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "keep", "message"),
     [("last.pt", 2, "epoch-"), ("e1.pt", 0, "at least 1"), ("e1.pt", True, "at least 1")],
