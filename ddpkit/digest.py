@@ -6,11 +6,12 @@ a difference that they report is one, but they do not find every difference.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def digest_of_item(item: Any) -> str | None:
     """
     try:
         parts = list(_parts(item))
-    except _UnknownKindError:
+    except (_UnknownKindError, RecursionError):
         return None
     return _digest(parts)
 
@@ -65,10 +66,10 @@ def digests_of_order(dataset: Any, length: int) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in _lists(dataset, length):
-        probes = [_last_part(value[at]) for at in _positions(len(value))]
-        digest = digest_of_item(probes)
-        if digest is not None:
-            found[name] = digest
+        with contextlib.suppress(RecursionError):  # a list that holds itself
+            digest = digest_of_item([_last_part(value[at]) for at in _positions(len(value))])
+            if digest is not None:
+                found[name] = digest
     return found
 
 
@@ -87,7 +88,14 @@ def _lists(dataset: Any, length: int) -> Iterator[tuple[str, Any]]:
         for name, value in {kind: dataset, **named}.items():
             yield from _lists_in(name, value, length)
         dataset = attributes.get("dataset")
-        length = len(dataset) if isinstance(dataset, Sized) else 0
+        length = _length_of(dataset)
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # it has none
+        return 0
 
 
 def _lists_in(name: str, value: Any, length: int) -> Iterator[tuple[str, Any]]:
@@ -100,12 +108,10 @@ def _lists_in(name: str, value: Any, length: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_indexed(value: Any) -> bool:
-    if isinstance(value, (str, bytes)):
-        return False
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and value.device.type == "cpu" and value.layout == torch.strided
-    # A numpy array is no Sequence. A dataset is neither: its elements would have to be loaded.
-    return isinstance(value, (list, tuple, range)) or (_is_array(value) and value.ndim > 0)
+    # Nothing derived from these: to ask it for an element might load one.
+    return type(value) in (list, tuple, range) or (_is_array(value) and value.ndim > 0)
 
 
 def _is_array(value: Any) -> bool:

@@ -114,6 +114,22 @@ def test_nothing_is_loaded_and_only_lists_of_samples_are_looked_at() -> None:
     assert digests_of_order(object(), 5) == {}
 
 
+class Lazy(list[int]):
+    """A list that loads what it is asked for."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise AssertionError("loaded")
+
+
+def test_odd_attributes_do_no_harm() -> None:
+    files = Files(["a", "b"])
+    circle: list[Any] = [0]
+    circle.append(circle)
+    vars(files).update(circle=circle, lazy=Lazy([1, 2]), dataset=object())
+    # The two classes, "cat" and "dog", are as many as there are files.
+    assert list(digests_of_order(files, 2)) == ["Files.files", "Files.classes"]
+
+
 def test_the_folder_does_not_count() -> None:
     here, there = (Files([f"/{node}/{i}.png" for i in range(9)]) for node in ("a", "b"))
     assert digests_of_order(here, 9) == digests_of_order(there, 9)
