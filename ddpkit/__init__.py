@@ -8,6 +8,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from ddpkit.agree import all_ranks, any_rank, barrier, broadcast_value, on_rank0, rank0_first
 from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
+from ddpkit.collect import gather, gather_cat
 from ddpkit.console import rank0_print
 from ddpkit.entry import distributed
 from ddpkit.group import (
@@ -35,6 +36,8 @@ __all__ = [
     "broadcast_value",
     "ddp",
     "distributed",
+    "gather",
+    "gather_cat",
     "get_device",
     "get_local_rank",
     "get_rank",

@@ -5,34 +5,42 @@ of fixed size and are added on every rank in the order of ranks; larger ones fol
 all-reduce per type that sums are kept in. The block begins with a digest of what is being reduced.
 Because its size is the same whatever the value is, ranks that bring different structures, shapes
 or types read each other's digest, and all of them raise, where a plain all-reduce would hang or
-return rubbish. The guard cannot see ranks that are in a collective of another kind.
+return rubbish. A rank whose value cannot be reduced says so in the same way. The guard cannot see
+ranks that are in a collective of another kind.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import hashlib
 import math
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import backend_device_types, communication_device, require_group
+from ddpkit.nested import leaves, map_leaves, with_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 T = TypeVar("T")
 
 _BLOCK_BYTES = 1024
 _DIGEST_BYTES = 32
-_DESCRIPTION_BYTES = 2048
+_REFUSED = bytes(_DIGEST_BYTES)
+"""Stands in place of the digest where a rank has nothing that could be reduced."""
+_REFUSAL = "refused: "
 # A Python int is sent as two halves, so that no sum over ranks can leave the range of an int64.
 _HALF = 1 << 32
+_TOO_LARGE = (
+    "integers from -2**63 to 2**63 - 1 can be summed. Convert larger ones to float where that is "
+    "exact enough."
+)
 
 
 # ---------------------------------------------------------------------------------- public calls
@@ -56,14 +64,24 @@ def reduce_sum(value: T) -> T:
         float32), integers and bools int64. Gradients do not flow through it.
 
     Raises:
-        ConfigError: A part of the value is neither a number nor a dense tensor nor a container.
+        ConfigError: On some rank a part of the value is neither a number nor a dense tensor nor a
+            container, or an integer of more than 64 bits (signed). Every rank raises.
         GroupError: The ranks passed different structures, shapes or types, or no group is open.
 
     Example:
         >>> reduce_sum({"correct": 90, "loss": 12.5})
         {'correct': 90, 'loss': 12.5}
+
+        A metric keeps sums, adds to them batch by batch on its own rank, and is reduced once:
+
+        >>> confusion = torch.zeros(2, 2, dtype=torch.int64)
+        >>> for predicted, label in [(0, 0), (1, 0), (1, 1)]:  # this rank's share of the data
+        ...     confusion[label, predicted] += 1
+        >>> confusion = reduce_sum(confusion)
+        >>> int(confusion.trace()), int(confusion.sum())
+        (2, 3)
     """
-    return cast("T", _reduce("reduce_sum", value))
+    return cast("T", _reduce("reduce_sum", lambda: value))
 
 
 @overload
@@ -91,25 +109,29 @@ def reduce_mean(value: Any, weight: float | torch.Tensor = 1.0) -> Any:
         weights of all ranks are 0, every entry is NaN.
 
     Raises:
-        ConfigError: The weight is negative or not finite, or a part of the value is neither a
-            number nor a dense tensor nor a container.
+        ConfigError: On some rank the weight is negative or not finite, or a part of the value is
+            neither a number nor a dense tensor nor a container. Every rank raises.
         GroupError: The ranks passed different structures, shapes or types, or no group is open.
 
     Example:
         >>> reduce_mean(0.25, weight=64)
         0.25
     """
+    total, total_weight = _reduce("reduce_mean", lambda: _weighted(value, weight))
+    originals = (leaf for _, leaf in leaves(value, "value"))
+    return map_leaves(lambda part: _quotient(part, total_weight, next(originals)), total)
+
+
+def _weighted(value: Any, weight: float | torch.Tensor) -> tuple[Any, float]:
     factor = _checked_weight(weight)
-    scaled = _map_leaves(lambda leaf: _scaled(leaf, factor), value)
-    total, total_weight = _reduce("reduce_mean", (scaled, factor))
-    leaves = iter([leaf for _, leaf in _leaves(value, "value")])
-    return _map_leaves(lambda part: _quotient(part, total_weight, next(leaves)), total)
+    scaled = (_scaled(path, leaf, factor) for path, leaf in leaves(value, "value"))
+    return with_leaves(value, scaled), factor
 
 
 def _checked_weight(weight: float | torch.Tensor) -> float:
     try:
         factor = float(weight)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ConfigError(
             f"weight={weight!r} was given to reduce_mean; expected one number, such as the number "
             "of samples that the value was computed from."
@@ -122,14 +144,16 @@ def _checked_weight(weight: float | torch.Tensor) -> float:
     return factor
 
 
-def _scaled(leaf: Any, factor: float) -> Any:
+def _scaled(path: str, leaf: Any, factor: float) -> Any:
     """Multiply in the type that sums are kept in: nothing is rounded before the division."""
     if isinstance(leaf, torch.Tensor):
+        _check_dense(path, leaf)
         wide_type = torch.float64 if _is_integral(leaf.dtype) else _sum_type(leaf.dtype)
         wide = leaf.detach().to(wide_type)
         return wide * factor if factor else torch.zeros_like(wide)
-    number = complex(leaf) if _is_complex(leaf) else float(leaf)
-    return number * factor if factor else type(number)(0)
+    number = _checked_number(path, leaf)
+    wide_number = complex(number) if _is_complex(number) else _as_float(path, number)
+    return wide_number * factor if factor else type(wide_number)(0)
 
 
 def _quotient(total: Any, weight: float, original: Any) -> Any:
@@ -143,38 +167,51 @@ def _quotient(total: Any, weight: float, original: Any) -> Any:
 # ------------------------------------------------------------------------------ taking values apart
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with their path, in an order that does not depend on the order of keys."""
-    if isinstance(value, (torch.Tensor, numbers.Number)):
-        yield path, value
-    elif isinstance(value, dict):
-        for key in _ordered_keys(value):
-            yield from _leaves(value[key], f"{path}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    else:
+def _checked_number(path: str, leaf: Any) -> Any:
+    """Return a leaf that is a number, numpy's bool (which Python does not know as one) too."""
+    if isinstance(leaf, numbers.Number):
+        return leaf
+    if type(leaf).__module__ == "numpy" and type(leaf).__name__ in ("bool", "bool_"):
+        return bool(leaf)
+    raise ConfigError(
+        f"{path} is a {type(leaf).__qualname__}; expected a number, a dense tensor, or a "
+        "tuple, list or dict of them. Pass only what can be added."
+    )
+
+
+def _as_float(path: str, number: Any) -> float:
+    try:
+        return float(number)
+    except (ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{path} is a {type(value).__qualname__}; expected a number, a dense tensor, or a "
-            "tuple, list or dict of them. Pass only what can be added."
+            f"{path} is {type(number).__qualname__} and cannot be summed as a float: {error}."
+        ) from error
+
+
+def _check_dense(path: str, leaf: torch.Tensor) -> None:
+    dense = leaf.layout == torch.strided and not leaf.is_nested and not leaf.is_quantized
+    if not dense or leaf.device.type == "meta":
+        layout = "nested" if leaf.is_nested else str(leaf.layout)
+        raise ConfigError(
+            f"{path} is a tensor of layout {layout}, type {leaf.dtype} on {leaf.device}; expected "
+            "a dense tensor with data. Convert it, for example with to_dense() or dequantize()."
+        )
+    if not _can_be_summed(leaf.dtype):
+        raise ConfigError(
+            f"{path} is a tensor of type {leaf.dtype}, which torch cannot add. Convert it to a "
+            "type of numbers."
         )
 
 
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Rebuild a structure with every leaf replaced, in the order of `_leaves`."""
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: _map_leaves(function, value[key]) for key in _ordered_keys(value)})
-        return new
-    if isinstance(value, (tuple, list)):
-        items = [_map_leaves(function, item) for item in value]
-        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
-        return type(value)(*items) if is_named_tuple else type(value)(items)
-    return function(value)
-
-
-def _ordered_keys(value: dict[Any, Any]) -> list[Any]:
-    return sorted(value, key=repr)
+@functools.cache
+def _can_be_summed(dtype: torch.dtype) -> bool:
+    """Try it: torch has types of a few bits or of raw bits, and later versions have more."""
+    one = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+    try:
+        one.to(_sum_type(dtype))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _is_integral(dtype: torch.dtype) -> bool:
@@ -243,43 +280,93 @@ class _Slot:
 
 def _slot(path: str, leaf: Any) -> _Slot:
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
-            raise ConfigError(
-                f"{path} is a tensor of layout {leaf.layout}, type {leaf.dtype} on {leaf.device}; "
-                "expected a dense tensor with data. Convert it, for example with to_dense()."
-            )
+        _check_dense(path, leaf)
+        _check_range(path, leaf)
         parts = 2 if leaf.is_complex() else 1
         return _Slot(leaf, _sum_type(leaf.dtype).to_real(), leaf.numel() * parts)
-    if isinstance(leaf, numbers.Integral):
-        if not -(1 << 63) <= int(leaf) < 1 << 63:
-            raise ConfigError(f"{path} is {leaf}; ints of up to 64 bits can be summed.")
-        return _Slot(leaf, torch.int64, 2)
-    return _Slot(leaf, torch.float64, 2 if _is_complex(leaf) else 1)
+    number = _checked_number(path, leaf)
+    if isinstance(number, numbers.Integral):
+        if not -(1 << 63) <= int(number) < 1 << 63:
+            raise ConfigError(f"{path} is {number}; {_TOO_LARGE}")
+        return _Slot(number, torch.int64, 2)
+    if _is_complex(number):
+        return _Slot(number, torch.float64, 2)
+    return _Slot(_as_float(path, number), torch.float64, 1)
+
+
+def _check_range(path: str, leaf: torch.Tensor) -> None:
+    if leaf.dtype == torch.uint64 and bool((leaf.contiguous().view(torch.int64) < 0).any()):
+        raise ConfigError(f"{path} has entries of 2**63 or more; {_TOO_LARGE}")
 
 
 # --------------------------------------------------------------------------------------- summation
 
 
-def _reduce(caller: str, value: Any) -> Any:
-    paths_and_leaves = list(_leaves(value, "value"))
+@dataclass(frozen=True)
+class _Plan:
+    """What one rank brings to a sum."""
+
+    value: Any
+    paths: list[str]
+    slots: list[_Slot]
+    by_stream: dict[torch.dtype, list[_Slot]]
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has room in one block."""
+        size = sum(slot.count * slot.stream.itemsize for slot in self.slots)
+        return size <= _BLOCK_BYTES - _DIGEST_BYTES
+
+    def describe(self, caller: str) -> str:
+        """Say in lines what must be equal on all ranks."""
+        pairs = zip(self.paths, self.slots, strict=True)
+        parts = [f"{path}: {slot.describe()}" for path, slot in pairs]
+        # An all-reduce goes another way for each type of device; a block does not.
+        streams = {} if self.fits else self.by_stream
+        ways = [f"sums in {key} on {_home(slots).type}" for key, slots in streams.items()]
+        return "\n".join([f"{caller} of {len(self.slots)} parts", *parts, *ways])
+
+
+def _plan(value: Any) -> _Plan:
+    paths_and_leaves = list(leaves(value, "value"))
     slots = [_slot(path, leaf) for path, leaf in paths_and_leaves]
     streams = sorted({slot.stream for slot in slots}, key=str)
     by_stream = {stream: [slot for slot in slots if slot.stream == stream] for stream in streams}
-    if require_group(caller):
-        paths = [path for path, _ in paths_and_leaves]
-        sums = _sum_over_ranks(caller, paths, slots, by_stream)
-    else:
-        sums = {stream: _packed(parts) for stream, parts in by_stream.items()}
-    decoded = _decoded(by_stream, sums)
-    results = iter([decoded[id(slot)] for slot in slots])
-    return _map_leaves(lambda _: next(results), value)
+    return _Plan(value, [path for path, _ in paths_and_leaves], slots, by_stream)
 
 
-def _packed(slots: list[_Slot], device: torch.device | None = None) -> torch.Tensor:
+def _reduce(caller: str, make: Callable[[], Any]) -> Any:
+    """Sum what a function makes; where it raises `ConfigError` on one rank, every rank raises."""
+    in_group = require_group(caller)
+    try:
+        plan = _plan(make())
+    except ConfigError as error:
+        if in_group:
+            _refuse(error)
+        raise
+    if not in_group:
+        return with_leaves(plan.value, (slot.decode(slot.encode()) for slot in plan.slots))
+    sums = _sum_over_ranks(plan, plan.describe(caller))
+    decoded = _decoded(plan.by_stream, sums)
+    return with_leaves(plan.value, (decoded[id(slot)] for slot in plan.slots))
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    blocks = _all_gather_bytes(_block(_REFUSED, []))
+    _check_digests(blocks, _REFUSED, f"{_REFUSAL}{error}")
+    raise AssertionError("a refusal is always told")
+
+
+def _home(slots: list[_Slot]) -> torch.device:
+    """Choose the device on which a stream is summed."""
+    devices = (slot.leaf.device for slot in slots if isinstance(slot.leaf, torch.Tensor))
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return device if device.type in backend_device_types() else communication_device()
+
+
+def _packed(slots: list[_Slot], home: torch.device) -> torch.Tensor:
     """Return the encodings of some slots in one flat tensor."""
-    parts = [slot.encode() for slot in slots]
-    home = device or next((part.device for part in parts if part.device.type != "cpu"), None)
-    return torch.cat([part.to(home) if home else part for part in parts])
+    return torch.cat([slot.encode().to(home) for slot in slots])
 
 
 def _decoded(
@@ -296,31 +383,20 @@ def _split(total: torch.Tensor, slots: list[_Slot]) -> tuple[torch.Tensor, ...]:
     return torch.split(total, [slot.count for slot in slots])
 
 
-def _sum_over_ranks(
-    caller: str, paths: list[str], slots: list[_Slot], by_stream: dict[torch.dtype, list[_Slot]]
-) -> dict[torch.dtype, torch.Tensor]:
-    description = _describe(caller, paths, slots)
+def _sum_over_ranks(plan: _Plan, description: str) -> dict[torch.dtype, torch.Tensor]:
     digest = hashlib.blake2b(description.encode(), digest_size=_DIGEST_BYTES).digest()
-    size = sum(slot.count * slot.stream.itemsize for slot in slots)
-    fits = size <= _BLOCK_BYTES - _DIGEST_BYTES
     cpu = torch.device("cpu")
-    payload = [_packed(parts, cpu) for parts in by_stream.values()] if fits else []
+    payload = [_packed(slots, cpu) for slots in plan.by_stream.values()] if plan.fits else []
     blocks = _all_gather_bytes(_block(digest, payload))
     _check_digests(blocks, digest, description)
-    if fits:
-        return _add_blocks(blocks, by_stream)
-    return {stream: _all_reduce(_packed(parts)) for stream, parts in by_stream.items()}
-
-
-def _describe(caller: str, paths: list[str], slots: list[_Slot]) -> str:
-    lines = [f"{path}: {slot.describe()}" for path, slot in zip(paths, slots, strict=True)]
-    return "\n".join([f"{caller} of {len(slots)} parts", *lines])
+    if plan.fits:
+        return _add_blocks(blocks, plan.by_stream)
+    return {key: _all_reduce(_packed(slots, _home(slots))) for key, slots in plan.by_stream.items()}
 
 
 def _block(digest: bytes, payload: list[torch.Tensor]) -> torch.Tensor:
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
-    head = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    content = torch.cat([head, *(part.view(torch.uint8) for part in payload)])
+    content = torch.cat([_as_tensor(digest), *(part.view(torch.uint8) for part in payload)])
     block[: len(content)] = content
     return block
 
@@ -360,8 +436,6 @@ def _all_gather_bytes(block: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type not in backend_device_types():
-        values = values.to(communication_device())
     # Always on storage of our own: the input must not change.
     values = values.clone()
     dist.all_reduce(values)
@@ -369,16 +443,29 @@ def _all_reduce(values: torch.Tensor) -> torch.Tensor:
 
 
 def _check_digests(blocks: torch.Tensor, digest: bytes, description: str) -> None:
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    if bool((blocks[:, :_DIGEST_BYTES] == own).all()):
+    alike = bool((blocks[:, :_DIGEST_BYTES] == _as_tensor(digest)).all())
+    if alike and digest != _REFUSED:
         return
     # Every rank has seen the same blocks and comes here, so that another collective is safe.
-    text = torch.zeros(_DESCRIPTION_BYTES, dtype=torch.uint8)
-    encoded = description.encode()[:_DESCRIPTION_BYTES]
-    text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    rows = _all_gather_bytes(text)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    texts = _all_gather_text(description)
+    for rank, text in enumerate(texts):
+        if text.startswith(_REFUSAL):
+            raise ConfigError(f"[rank {rank}/{len(texts)}] {text.removeprefix(_REFUSAL)}")
     raise GroupError(_mismatch_message(texts))
+
+
+def _all_gather_text(text: str) -> list[str]:
+    encoded = text.encode()
+    lengths = _all_gather_bytes(torch.tensor([len(encoded)]).view(torch.uint8)).view(torch.int64)
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+    padded[: len(encoded)] = _as_tensor(encoded)
+    rows = _all_gather_bytes(padded)
+    pairs = zip(rows, lengths.flatten().tolist(), strict=True)
+    return [bytes(row[:length].tolist()).decode() for row, length in pairs]
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _mismatch_message(texts: list[str]) -> str:

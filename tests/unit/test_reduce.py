@@ -1,13 +1,17 @@
 import collections
 import math
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.reduce import _mismatch_message, reduce_mean, reduce_sum
+
+UINT4: torch.dtype = vars(torch)["uint4"]  # the stubs do not have it
 
 
 class Metrics(NamedTuple):
@@ -49,6 +53,13 @@ def test_nan_stays_nan() -> None:
         (torch.bool, torch.int64),
         (torch.uint8, torch.int64),
         (torch.int64, torch.int64),
+        (torch.uint16, torch.int64),
+        (torch.uint32, torch.int64),
+        (torch.uint64, torch.int64),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.float8_e5m2, torch.float8_e5m2),
+        (torch.float8_e4m3fnuz, torch.float8_e4m3fnuz),
+        (torch.float8_e5m2fnuz, torch.float8_e5m2fnuz),
         (torch.float16, torch.float16),
         (torch.bfloat16, torch.bfloat16),
         (torch.float64, torch.float64),
@@ -64,7 +75,8 @@ def test_tensors_keep_shape_and_get_the_type_of_torch_sum(
     value = torch.ones(shape).to(dtype)
     total = reduce_sum(value)
     assert total.dtype == result
-    assert torch.equal(total, value.to(result))
+    # torch compares no tensors of eight bits.
+    assert torch.equal(total.to(torch.complex128), value.to(torch.complex128))
 
 
 def test_strides_and_flags_do_not_matter() -> None:
@@ -118,17 +130,76 @@ def test_a_wrong_weight_is_named(weight: Any) -> None:
         (None, "value is a NoneType"),
         ([torch.eye(2).to_sparse()], r"value\[0\] is a tensor of layout torch.sparse_coo"),
         (torch.ones(1, device="meta"), "on meta"),
-        ((2**63,), r"value\[0\] is 9223372036854775808"),
+        (torch.zeros(2, dtype=torch.uint8).view(UINT4), "type torch.uint4, which torch can"),
+        (np.ones(2), "value is a ndarray"),
     ],
-    ids=["text", "none", "sparse", "meta", "large"],
+    ids=["text", "none", "sparse", "meta", "bits", "array"],
 )
-def test_what_cannot_be_summed_is_named(value: object, place: str) -> None:
+@pytest.mark.parametrize("function", [reduce_sum, reduce_mean])
+def test_what_cannot_be_summed_is_named(function: Any, value: object, place: str) -> None:
+    with pytest.raises(ConfigError, match=place):
+        function(value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that both are about to change
+@pytest.mark.parametrize("function", [reduce_sum, reduce_mean])
+def test_quantized_and_nested_tensors_are_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match="qint8"):
+        function(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    with pytest.raises(ConfigError, match="layout nested"):
+        function(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ((2**63,), r"value\[0\] is 9223372036854775808"),
+        (-(2**63) - 1, "value is -9223372036854775809"),
+        (np.uint64(2**63), "value is 9223372036854775808"),
+        ([torch.tensor([1, 2**63], dtype=torch.uint64)], r"value\[0\] has entries of 2\*\*63 or m"),
+    ],
+    ids=["int", "negative", "numpy", "uint64"],
+)
+def test_integers_that_would_wrap_around_are_refused(value: object, place: str) -> None:
     with pytest.raises(ConfigError, match=place):
         reduce_sum(value)
 
 
-def test_other_kinds_of_numbers_become_floats() -> None:
-    assert reduce_sum(Decimal("0.5")) == 0.5
+def test_means_of_large_integers_are_floats() -> None:
+    assert reduce_mean(2**70) == 2.0**70
+    assert reduce_mean(torch.tensor([2**63], dtype=torch.uint64)).tolist() == [2.0**63]
+    with pytest.raises(ConfigError, match="value is int and cannot be summed as a float"):
+        reduce_mean(10**400)
+
+
+@pytest.mark.parametrize(
+    ("number", "total"),
+    [
+        (Decimal("0.5"), 0.5),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int8(-3), -3),
+        (np.bool_(True), 1),
+        (np.complex64(1j), 1j),
+    ],
+    ids=repr,
+)
+def test_other_kinds_of_numbers_become_pythons_own(number: Any, total: complex) -> None:
+    found = reduce_sum(number)
+    assert found == total
+    assert type(found) is type(total)
+    assert reduce_mean(number) == total
+
+
+def test_nothing_is_summed_to_nothing() -> None:
+    assert reduce_sum({}) == {}
+    assert reduce_mean([(), {}], weight=3) == [(), {}]
+
+
+def test_a_scalar_view_with_a_stride_keeps_its_value() -> None:
+    strided = torch.arange(6.0)[::4]
+    assert torch.equal(reduce_sum(strided), strided)
+    assert reduce_sum(torch.ones(1).expand(300)).sum() == 300
 
 
 def test_without_a_group_several_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
