@@ -9,7 +9,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 from ddpkit.agree import all_ranks, any_rank, barrier, broadcast_value, on_rank0, rank0_first
 from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
 from ddpkit.collect import gather, gather_cat
-from ddpkit.console import rank0_print
+from ddpkit.console import get_logger, rank0_print
 from ddpkit.entry import distributed
 from ddpkit.group import (
     World,
@@ -22,6 +22,7 @@ from ddpkit.group import (
 )
 from ddpkit.loader import ShardedLoader, sharded_loader
 from ddpkit.reduce import reduce_mean, reduce_sum
+from ddpkit.seeding import seed_everything
 from ddpkit.wrap import ddp, unwrap
 
 __version__ = "0.1.0.dev0"
@@ -40,6 +41,7 @@ __all__ = [
     "gather_cat",
     "get_device",
     "get_local_rank",
+    "get_logger",
     "get_rank",
     "get_world_size",
     "is_rank0",
@@ -51,6 +53,7 @@ __all__ = [
     "rank0_save",
     "reduce_mean",
     "reduce_sum",
+    "seed_everything",
     "sharded_loader",
     "unwrap",
 ]

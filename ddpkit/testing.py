@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ddpkit.entry import distributed
+from ddpkit.replicas import assert_replicas_equal
+
+__all__ = ["assert_replicas_equal", "run_ranks"]
 
 R = TypeVar("R")
 

@@ -41,10 +41,12 @@ STANDS_ON = {
     "nested": "",
     "delivery": "agree",
     "collect": "delivery nested",
+    "seeding": "group permutation randomness",
+    "replicas": "wrap",
     "threads": "",
     "launch": "group threads",
     "entry": "launch agree",
-    "testing": "entry",
+    "testing": "entry replicas",
 }
 
 
