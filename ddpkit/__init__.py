@@ -21,6 +21,7 @@ from ddpkit.group import (
     process_group,
 )
 from ddpkit.loader import ShardedLoader, sharded_loader
+from ddpkit.preempt import stop_requested
 from ddpkit.reduce import reduce_mean, reduce_sum
 from ddpkit.seeding import seed_everything
 from ddpkit.wrap import ddp, unwrap
@@ -55,5 +56,6 @@ __all__ = [
     "reduce_sum",
     "seed_everything",
     "sharded_loader",
+    "stop_requested",
     "unwrap",
 ]

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar, cast, overload
 import torch
 from typing_extensions import ParamSpec
 
+from ddpkit import pending, threads
 from ddpkit import store as stores
-from ddpkit import threads
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError
 from ddpkit.group import (
@@ -173,6 +173,10 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
     a second signal ends the grace) and then do what they would have done: Ctrl-C raises one
     KeyboardInterrupt, SIGTERM ends the program or runs its handler. What was ignored, as under
     nohup, stays ignored; Ctrl-Z stops the ranks, too. A signal to one rank is that rank's own.
+    Once a rank has called `stop_requested()`, SIGTERM and SIGUSR1 ask all ranks to stop together:
+    they have 60 seconds, which a second signal ends, and when they have followed it the call
+    returns the function's value. From then on, ranks that have to be stopped for another reason get
+    SIGKILL at once, because a SIGTERM would look like such a request.
 
     Args:
         function: What to decorate.
@@ -323,7 +327,7 @@ def _check_devices(nproc: int, options: Options) -> None:
 
 def _run_alone(job: Job) -> Any:
     """Run in this process, as a world of one."""
-    with _limited_and_logged(job, Topology(), end_after=None):
+    with pending.undone_at_end(), _limited_and_logged(job, Topology(), end_after=None):
         return _call_alone(job)
 
 
@@ -369,6 +373,7 @@ def _run_under_launcher(job: Job, *, gather: bool = False) -> Any:
         )
     with (
         _recorded_for_torchrun(topology),
+        pending.undone_at_end(),
         _divided_threads(topology),
         _limited_and_logged(job, topology, end_after=job.options.shutdown_grace),
     ):

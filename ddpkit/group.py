@@ -40,7 +40,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World(Topology):
-    """An open process group as one rank sees it: a `Topology` with device and backend."""
+    """An open process group as one rank sees it: a `Topology` with device and backend.
+
+    Example:
+        >>> with process_group(device="cpu") as world:
+        ...     (world.rank, world.world_size, world.device, world.backend)
+        (0, 1, device(type='cpu'), 'gloo')
+    """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Device of this rank."""
@@ -110,9 +116,16 @@ def get_local_rank() -> int:
 def is_rank0() -> bool:
     """Tell whether this is rank 0; True in a plain process. Does not communicate.
 
+    For what only one rank has and nobody can send, such as an open file or a tensorboard writer.
+    Below such an `if` nothing may communicate: the other ranks would not be there.
+
     Example:
-        >>> is_rank0()
-        True
+        >>> lines = [] if is_rank0() else None
+        >>> for loss in (0.5, 0.25):
+        ...     if lines is not None:
+        ...         lines.append(loss)
+        >>> lines
+        [0.5, 0.25]
     """
     return get_rank() == 0
 
@@ -272,7 +285,7 @@ def process_group(
     topology = current_topology()
     chosen = _choose_device_here(topology, device)
     world = World(**asdict(topology), device=chosen, backend=choose_backend(backend, chosen))
-    with _restored_process_settings(topology):
+    with pending.undone_at_end(), _restored_process_settings(topology):
         opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
         try:
             yield world

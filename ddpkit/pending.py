@@ -1,12 +1,14 @@
-"""What has to be finished before a rank reports its end."""
+"""What has to be finished before a rank reports its end, and what is put back after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-__all__ = ["finish", "finish_before_end"]
+__all__ = ["finish", "finish_before_end", "undo_at_end", "undone_at_end"]
 
 _unfinished: list[Callable[[], None]] = []
+_undo: list[Callable[[], None]] = []
 
 
 def finish_before_end(callback: Callable[[], None]) -> None:
@@ -28,3 +30,23 @@ def finish() -> None:
     """
     for callback in _unfinished:
         callback()
+
+
+def undo_at_end(callback: Callable[[], None]) -> None:
+    """Have something put back at the end of the innermost group or function that is running.
+
+    Args:
+        callback: Called once; never, where this is called outside of all of them.
+    """
+    _undo.append(callback)
+
+
+@contextlib.contextmanager
+def undone_at_end() -> Iterator[None]:
+    """Put back, after a block, what has been registered within it."""
+    kept = len(_undo)
+    try:
+        yield
+    finally:
+        while len(_undo) > kept:
+            _undo.pop()()

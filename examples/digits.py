@@ -1,6 +1,10 @@
-"""Train a small CNN on scikit-learn's handwritten digits: on every device, with ddpkit."""
+"""Train a small CNN on scikit-learn's handwritten digits: on every device, with ddpkit.
+
+SIGTERM or SIGUSR1 makes it save and end with status 75; --resume goes on from there.
+"""
 
 import argparse
+import sys
 import time
 
 import torch
@@ -20,7 +24,10 @@ from ddpkit import (
     rank0_save,
     reduce_sum,
     sharded_loader,
+    stop_requested,
 )
+
+STOPPED = 75  # sysexits.h's EX_TEMPFAIL: not done, try again later, with --resume
 
 
 def load_data() -> list[Subset[tuple[torch.Tensor, ...]]]:
@@ -57,7 +64,7 @@ def count_correct(
 
 
 @distributed
-def main(epochs: int, resume: bool, checkpoint: str) -> float:
+def main(epochs: int, resume: bool, checkpoint: str) -> float | None:
     torch.manual_seed(0)
     device = get_device()
     trainset, testset = load_data()
@@ -65,7 +72,7 @@ def main(epochs: int, resume: bool, checkpoint: str) -> float:
     test = sharded_loader(testset, batch_size=256, uneven="exact")
     model = ddp(build_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8 ** (1 / len(train)))
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "train": train}
     if resume:
         barrier_load(checkpoint, into=state)
@@ -77,8 +84,11 @@ def main(epochs: int, resume: bool, checkpoint: str) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        schedule.step()
-        speed = len(trainset) / (time.perf_counter() - start)
+            schedule.step()
+            if stop_requested():
+                rank0_save(state, checkpoint)
+                return None
+        speed = 48 * bar.n / (time.perf_counter() - start)
         rank0_print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {speed:,.0f} samples/s")
         rank0_save(state, checkpoint)
     correct, total = reduce_sum(count_correct(model, test, device))
@@ -102,4 +112,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     run = main.with_options(nproc_per_node=args.nproc_per_node, start_method=args.start_method)
     accuracy = run(args.epochs, args.resume, args.checkpoint)
+    if accuracy is None:
+        rank0_print(f"asked to stop; --resume goes on from {args.checkpoint}")
+        sys.exit(STOPPED)
     rank0_print(f"test accuracy: {100 * accuracy:.1f} %")

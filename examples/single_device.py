@@ -52,7 +52,7 @@ def main(epochs: int, resume: bool, checkpoint: str) -> float:
     test = DataLoader(testset, batch_size=256)
     model = build_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8 ** (1 / len(train)))
     first_epoch = 0
     if resume:
         saved = torch.load(checkpoint, map_location=device)
@@ -68,8 +68,8 @@ def main(epochs: int, resume: bool, checkpoint: str) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        schedule.step()
-        speed = len(trainset) / (time.perf_counter() - start)
+            schedule.step()
+        speed = 48 * bar.n / (time.perf_counter() - start)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {speed:,.0f} samples/s")
         torch.save(
             {

@@ -10,6 +10,8 @@ CHECKED_IN = b"I"
 USED_COMPILER = b"C"
 RETURNED = b"R"
 FAILED = b"F"
+HOLDS = b"H"
+STOPS = b"S"
 GO = b"G"
 
 _HEADER = struct.Struct("!cQ")

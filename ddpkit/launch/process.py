@@ -43,6 +43,8 @@ class RankProcess:
     main_thread: int = 0
     checked_in: bool = False
     used_compiler: bool = False
+    held: frozenset[signal.Signals] = frozenset()
+    """The signals that it takes for requests to stop."""
     result: bytes | None = None
     failure: Failure | None = None
     ended: bool = False
@@ -67,8 +69,12 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
             return
+        # It may not have come as far as making a process group of its own.
+        self.signal_process(number)
+
+    def signal_process(self, number: signal.Signals) -> None:
+        """Signal the rank itself and not its helpers, where it has not ended."""
         if not self.ended:
-            # It has not come as far as making a process group of its own.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

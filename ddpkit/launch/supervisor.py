@@ -44,6 +44,8 @@ _CHECK_IN_BOUND = {"fork": 8.0, "forkserver": 300.0, "spawn": 300.0}
 # How long the victims of a failure are given to be followed by its cause.
 _CAUSE_BOUND = 0.5
 _KILL_BOUND = 5.0
+# For ranks that were asked to stop together, to save and to end by themselves.
+_REQUEST_BOUND = 60.0
 _PRELOAD = ["ddpkit.launch.preload"]
 
 # A fork has one thread, and its child must not find this taken; so it is not for forks.
@@ -107,6 +109,7 @@ class Supervisor:
         self._listener: socket.socket | None = None
         self._store: Any = None
         self._stopping = False
+        self._request_until = math.inf
 
     def run(self) -> Outcome:
         """Run the job on all ranks.
@@ -287,11 +290,27 @@ class Supervisor:
 
     def _step(self, until: float) -> None:
         """Wait for something to happen, and take note of it."""
+        until = min(until, self._request_until)
         timeout = None if until == math.inf else max(0.0, until - time.monotonic())
         happened = self._selector.select(timeout)
+        self._watch_for.drain()
+        self._follow_request()
         for rank in {id(key.data): key.data for key, _ in happened if key.data}.values():
             self._take_messages(rank)
             self._note_end(rank)
+
+    def _follow_request(self) -> None:
+        """Pass a request to stop on to the ranks, and end those that do not follow it in time."""
+        number = self._watch_for.request
+        if number is None:
+            return
+        if self._request_until == math.inf:
+            self._request_until = time.monotonic() + _REQUEST_BOUND
+            for rank in self._ranks:
+                if number in rank.held:  # it would end another one, and these tell the others
+                    rank.signal_process(number)
+        elif time.monotonic() > self._request_until:
+            self._watch_for.refuse_request()
 
     def _take_messages(self, rank: RankProcess) -> None:
         if rank.reader.has_ended():
@@ -301,12 +320,21 @@ class Supervisor:
                 rank.checked_in, rank.main_thread = True, int(payload)
             elif kind == pipe.USED_COMPILER:
                 rank.used_compiler = True
+            elif kind == pipe.HOLDS:
+                rank.held = frozenset(signal.Signals(int(number)) for number in payload.split())
+                self._take_requests()
+            elif kind == pipe.STOPS:
+                self._watch_for.followed = True
             elif kind == pipe.RETURNED:
                 rank.result = payload
             elif rank.result is None:  # after its value, leaving the group is all that can fail
                 rank.failure = load_value(payload)
         if rank.reader.has_ended():
             self._selector.unregister(rank.link.fileno())
+
+    def _take_requests(self) -> None:
+        if not self._stopping:
+            self._watch_for.take_as_requests(frozenset().union(*(r.held for r in self._ranks)))
 
     def _note_end(self, rank: RankProcess) -> None:
         if rank.ended or not rank.has_exited():
@@ -331,6 +359,7 @@ class Supervisor:
     def _stop(self) -> None:
         """End every rank and every helper, and give everything back."""
         self._stopping = True
+        self._watch_for.take_as_requests(())
         returned = self._ranks and all(rank.result is not None for rank in self._ranks)
         grace = self._job.options.shutdown_grace
         # Ctrl-C has been pressed before this, or not; once more, and there is no further grace.
@@ -338,7 +367,7 @@ class Supervisor:
         try:
             if returned:
                 self._await_exit(grace, enough)
-            self.signal_all(signal.SIGTERM)
+            self._ask_to_end()
             self._await_exit(grace, enough)
         finally:
             self.signal_all(signal.SIGKILL)
@@ -349,6 +378,13 @@ class Supervisor:
             self._store = None
             if self._listener is not None:
                 self._listener.close()
+
+    def _ask_to_end(self) -> None:
+        """Let ranks end in order; those that would take it for a request to stop end at once."""
+        for rank in self._ranks:
+            self._take_messages(rank)
+            holds = signal.SIGTERM in rank.held
+            rank.signal_group(signal.SIGKILL if holds else signal.SIGTERM)
 
     def _await_exit(self, bound: float, enough_signals: float = math.inf) -> None:
         """Wait until every rank, and every member of its process group, has ended.

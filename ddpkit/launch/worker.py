@@ -9,14 +9,14 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch
 
-from ddpkit import pending, threads
+from ddpkit import pending, preempt, threads
 from ddpkit.group import process_group, set_secret
 from ddpkit.launch import forksafe, pipe, signals, stacks
 from ddpkit.launch.job import Job, Options, decode
@@ -176,6 +176,7 @@ def _call_and_report(
 ) -> None:
     """Call the user's function and send its value, or send what went wrong and end."""
     options = spec.options
+    preempt.tell(_listener_at(descriptor))
     try:
         call = load()
         if not options.init_group:
@@ -186,6 +187,19 @@ def _call_and_report(
             _report(call, spec.rank, descriptor)
     except BaseException as error:  # noqa: BLE001  # whatever ended the rank is the caller's to see
         _fail(failure_of_exception(spec.rank, error), descriptor)
+
+
+def _listener_at(descriptor: int) -> preempt.Listener:
+    """Tell the parent what this rank does with signals."""
+
+    def holds(numbers: Collection[signal.Signals]) -> None:
+        send(pipe.HOLDS, " ".join(str(int(number)) for number in numbers).encode())
+
+    def send(kind: bytes, payload: bytes = b"") -> None:
+        with contextlib.suppress(OSError):  # the parent has gone, and this rank goes with it
+            pipe.send(descriptor, kind, payload)
+
+    return preempt.Listener(holds, stops=lambda: send(pipe.STOPS))
 
 
 def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:

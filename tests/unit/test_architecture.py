@@ -43,8 +43,9 @@ STANDS_ON = {
     "collect": "delivery nested",
     "seeding": "group permutation randomness",
     "replicas": "wrap",
+    "preempt": "agree",
     "threads": "",
-    "launch": "group threads",
+    "launch": "group threads preempt",
     "entry": "launch agree",
     "testing": "entry replicas",
 }
