@@ -41,7 +41,8 @@ from ddpkit.randomness import read_global_streams, write_global_streams
 from ddpkit.serialize import type_name_of
 from ddpkit.series import is_whole, numbered, older_members, sorted_by_number
 from ddpkit.snapshot import CopySpace, check_loadable, on_cpu, one_line, plain_state
-from ddpkit.wrap import unwrap, without_prefix, wrapper_prefix
+from ddpkit.state_names import without_prefix, wrapper_prefix
+from ddpkit.wrap import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,8 +165,8 @@ def latest_checkpoint(
         CheckpointError: On every rank, if rank 0 cannot read the folder.
 
     Example:
-        >>> rank0_save({"epoch": 3}, "runs/epoch-3.pt").wait()
-        >>> latest_checkpoint("runs").name
+        >>> rank0_save({"epoch": 3}, "run-7/epoch-3.pt").wait()
+        >>> latest_checkpoint("run-7").name
         'epoch-3.pt'
     """
     place = _checked_path("latest_checkpoint", folder)
@@ -229,7 +230,7 @@ def barrier_load(
             on some rank; missing and unexpected names are listed.
 
     Example:
-        >>> rank0_save({"epoch": 3}, "last.pt")
+        >>> rank0_save({"epoch": 3}, "last.pt").wait()
         >>> barrier_load("last.pt")
         {'epoch': 3}
     """

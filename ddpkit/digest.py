@@ -62,7 +62,7 @@ def digests_of_order(dataset: Any, length: int) -> dict[str, str]:
     Example:
         >>> subset = torch.utils.data.Subset(range(9), [3, 1, 2])
         >>> list(digests_of_order(subset, 3))
-        ['Subset.indices']
+        ['Subset.indices', 'range']
     """
     found: dict[str, str] = {}
     for name, value in _lists(dataset, length):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpkit.agree import barrier
+from ddpkit.agree import barrier, on_rank0
 from ddpkit.errors import GroupError
 from ddpkit.group import get_rank, get_world_size, is_rank0
 from ddpkit.testing import run_ranks
@@ -273,18 +273,42 @@ def test_a_model_without_trainable_parameters_gets_rank_0s_values() -> None:
     torch.testing.assert_close(first, second, atol=0, rtol=0)
 
 
+def validate(model: nn.Module) -> float:
+    return model(torch.randn(4, 3)).sum().item()  # type: ignore[no-any-return]
+
+
+def validate_in_every_mode(model: nn.Module) -> None:
+    validate(model)  # with gradients, by mistake
+    with torch.no_grad():
+        validate(model)
+    with torch.inference_mode():
+        validate(model)
+
+
+def under_a_condition(model: nn.Module) -> None:
+    if is_rank0():
+        validate_in_every_mode(model)
+
+
+def by_on_rank0(model: nn.Module) -> None:
+    on_rank0(validate_in_every_mode, model)
+
+
+@pytest.mark.parametrize("spelling", [under_a_condition, by_on_rank0])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_validation_on_rank_0_alone_cannot_hang(training: bool) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_validation_on_rank_0_alone_cannot_hang(
+    steps: int, training: bool, spelling: Callable[[nn.Module], None]
+) -> None:
     def use() -> list[Any]:
+        torch.manual_seed(0)
         model = ddp(norm_net())
-        model(torch.randn(4, 3)).sum().backward()
-        if is_rank0():
-            model.train(training)
-            with torch.no_grad():
-                model(torch.randn(4, 3))
-            with torch.inference_mode():
-                model(torch.randn(4, 3))
-            model.train()
+        for _ in range(steps):
+            model(torch.randn(4, 3)).sum().backward()
+        model.train(training)
+        spelling(model)
+        model.train()
+        model.zero_grad()
         model(torch.randn(4, 3)).sum().backward()
         return [*model.buffers(), *(parameter.grad for parameter in model.parameters())]
 
@@ -398,18 +422,13 @@ def test_buffers_may_be_left_to_each_rank() -> None:
     assert not torch.equal(first, second)
 
 
-def test_parameters_that_a_step_leaves_out_are_named() -> None:
-    def use() -> None:
-        net = nn.ModuleDict({"used": nn.Linear(2, 2), "forgotten": nn.Linear(2, 2)})
-        net.forward = net["used"].forward
+def test_wrapping_leaves_the_debug_level_as_it_was() -> None:
+    def use() -> bool:
         level = dist.get_debug_level()
-        model = ddp(net)
-        assert dist.get_debug_level() == level
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"forgotten\.weight"):
-            model(torch.ones(1, 2))
+        ddp(plain_net())
+        return dist.get_debug_level() == level
 
-    run_ranks(use)
+    assert run_ranks(use) == [True, True]
 
 
 def test_synchronised_batch_norm_on_the_cpu_is_skipped_with_one_warning() -> None:

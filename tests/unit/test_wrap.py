@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from ddpkit.backward import tensors_in
 from ddpkit.errors import ConfigError, GroupError
+from ddpkit.state_names import without_prefix, wrapper_prefix
 from ddpkit.wrap import (
     _check_one_device_type,
     _resolve_options,
-    _tensors_in,
     choose_device_ids,
     ddp,
     difference_message,
     unwrap,
-    without_prefix,
-    wrapper_prefix,
 )
 
 
@@ -49,6 +48,13 @@ def test_unknown_options_are_named_before_anything_else() -> None:
         ddp(nn.Linear(2, 2), find_unused=True)
     with pytest.raises(ConfigError, match="given module; "):
         ddp(nn.Linear(2, 2), module=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("how", ["fp8", True, 16])
+def test_unknown_compression_is_refused(how: Any) -> None:
+    with pytest.raises(ConfigError, match=r"compress=.*expected None or one of 'fp16', 'bf16'"):
+        ddp(nn.Linear(4, 2), compress=how)
+    assert ddp(nn.Linear(4, 2), compress="fp16").in_features == 4
 
 
 def test_tensors_without_data_are_named() -> None:
@@ -192,10 +198,10 @@ def test_tensors_are_found_in_whatever_a_model_returns() -> None:
 
     tensors = [torch.tensor(float(i)) for i in range(4)]
     output = {"a": [tensors[0], None], "b": (Output(tensors[1], tensors[2]), 3, "x"), 1: tensors[3]}
-    assert [float(tensor) for tensor in _tensors_in(output)] == [0, 1, 2, 3]
+    assert [float(tensor) for tensor in tensors_in(output)] == [0, 1, 2, 3]
 
 
 def test_an_output_that_holds_itself_ends() -> None:
     output: list[Any] = [torch.ones(1)]
     output.append(output)
-    assert all(tensor is output[0] for tensor in _tensors_in(output))
+    assert all(tensor is output[0] for tensor in tensors_in(output))

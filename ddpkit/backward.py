@@ -1,0 +1,303 @@
+"""What happens in each backward of a wrapped model: the end of it, and what must not happen.
+
+torch averages gradients in the first backward after a forward of the wrapper, and only then. Every
+other backward adds each rank's own gradients, and the ranks part in silence. So the outputs of
+every forward carry a hook, and whatever else could lead to the parameters gets one when it is
+handed out. At the end of the backward it is known what it went through.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ddpkit.errors import ConfigError, GroupError
+
+_REENTRANT_NODE = "CheckpointFunctionBackward"
+_REENTRANT_REMEDY = (
+    "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint. Where that cannot be changed "
+    "and all steps are alike, ddp(model, static_graph=True) works too."
+)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What a backward needs to know of the wrapper that it belongs to."""
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """Those whose gradients are averaged, by name."""
+    frozen: dict[str, nn.Parameter]
+    """Those that had no gradient when the model was wrapped."""
+    is_on: Callable[[], bool]
+    """Whether gradients are averaged now, and not inside of no_sync()."""
+    at_end: Callable[[], None]
+    """What an averaging backward ends with."""
+    finds_unused: bool
+    is_static: bool
+
+
+@dataclass
+class _Backward:
+    """One backward that is going on."""
+
+    averages: bool = False
+    through_forward: bool = False
+    around: str | None = None
+    """What ran parameters without a forward of the wrapper."""
+    accumulated: set[str] = field(default_factory=set)
+
+
+class BackwardWatch:
+    """Follows the backward passes of one wrapped model.
+
+    Args:
+        averaging: The model and how it is averaged.
+    """
+
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+        self._nodes = {
+            name: get_gradient_edge(parameter).node
+            for name, parameter in averaging.parameters.items()
+        }
+        self._names = {id(item): name for name, item in averaging.parameters.items()}
+        self._current: _Backward | None = None
+        self._is_awaited = False
+        self._knows_graph = averaging.is_static
+        self._armed: set[str] = set()
+
+    # --------------------------------------------------------------------- what leads to parameters
+
+    @torch._disable_dynamo  # noqa: SLF001  # what DDP itself uses
+    def follow(self, output: object, *, averages: bool) -> None:
+        """Put hooks on what a forward of the wrapper has returned.
+
+        Args:
+            output: Tensors, in containers and objects.
+            averages: Whether the backward through it is to average gradients.
+
+        Raises:
+            GroupError: Parameters were made trainable since the model was wrapped.
+            ConfigError: The model uses re-entrant checkpointing with options that it fails with.
+        """
+        self._check_still_frozen()
+        self._current = None  # one that an error has ended has left it
+        enter = self._enter_averaging if averages else self._enter_local
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(enter)
+        if averages:
+            self._is_awaited = True
+            if not self._knows_graph:
+                self._knows_graph = True
+                self._look_for_reentrance(tensors)
+
+    @torch._disable_dynamo  # noqa: SLF001
+    def hand_out(self, name: str, value: object) -> None:
+        """Put hooks on what was read through the wrapper, if it leads to parameters.
+
+        Args:
+            name: What messages call it.
+            value: An attribute of the model, or what a method of it has returned.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if isinstance(value, nn.Module):
+            self._arm(name, value.parameters())
+            return
+        for tensor in tensors_in(value):
+            if tensor.requires_grad:
+                self._guard(name, tensor)
+
+    def _arm(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            own = self._names.get(id(parameter))
+            if own is not None and own not in self._armed:
+                self._armed.add(own)
+                self._nodes[own].register_prehook(self._noting_around(name))
+
+    def _guard(self, name: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self._arm(name, [tensor])
+        else:
+            tensor.register_hook(self._noting_around(name))
+
+    def _noting_around(self, name: str) -> Callable[[object], None]:
+        # The reducer holds the nodes, and the wrapper the reducer and this object.
+        weak = weakref.ref(self)
+
+        def note(_: object) -> None:
+            watch = weak()
+            if watch is not None:
+                watch._note_around(name)  # noqa: SLF001  # its own
+
+        return note
+
+    # ------------------------------------------------------------------------------ during backward
+
+    def _enter_averaging(self, _: torch.Tensor) -> None:
+        if (current := self._enter()) is not None:
+            current.averages = current.through_forward = True
+
+    def _enter_local(self, _: torch.Tensor) -> None:
+        if (current := self._enter()) is not None:
+            current.through_forward = True
+
+    def _note_around(self, name: str) -> None:
+        if not self._averaging.is_on():
+            return
+        if (current := self._enter()) is not None:
+            current.around = current.around or name
+
+    def _enter(self) -> _Backward | None:
+        """Return the record of the backward that goes on; None if it adds to no gradient."""
+        if self._current is None:
+            # torch.autograd.grad does not accumulate, hence averages nothing.
+            if not any(map(_will_run, self._nodes.values())):
+                return None
+            self._current = _Backward()
+            _at_end_of_backward(self._near_end)
+        return self._current
+
+    def _near_end(self) -> None:
+        _at_end_of_backward(self._end)  # after what the reducer has queued meanwhile
+
+    def _end(self) -> None:
+        current, self._current = self._current, None
+        if current is None:
+            return
+        if current.averages:
+            is_first, self._is_awaited = self._is_awaited, False
+            if not is_first:
+                raise GroupError(self._second_backward_message())
+            self._averaging.at_end()
+        elif current.around is not None and not current.through_forward:
+            raise GroupError(self._around_message(current.around))
+
+    # ----------------------------------------------------------------------------------- the checks
+
+    def _check_still_frozen(self) -> None:
+        frozen = self._averaging.frozen
+        if any(parameter.requires_grad for parameter in frozen.values()):
+            names = [name for name, parameter in frozen.items() if parameter.requires_grad]
+            raise GroupError(
+                f"Parameters were frozen when ddp() wrapped the model and are trainable now: "
+                f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}. Their gradients would "
+                "not be averaged. Wrap the model again: model = ddp(unwrap(model))."
+            )
+
+    def _look_for_reentrance(self, outputs: list[torch.Tensor]) -> None:
+        """Look once into the graph for checkpointing that the reducer cannot follow."""
+        reached, is_reentrant = _walk_graph(outputs)
+        if not is_reentrant:
+            return
+        if self._averaging.finds_unused:
+            hidden = [name for name, own in self._names_by_id() if own not in reached]
+            if hidden:
+                raise ConfigError(_hidden_message(hidden))
+        for name, node in self._nodes.items():
+            node.register_prehook(self._counting(name))
+
+    def _names_by_id(self) -> Iterator[tuple[str, int]]:
+        return ((name, own) for own, name in self._names.items())
+
+    def _counting(self, name: str) -> Callable[[object], None]:
+        weak = weakref.ref(self)
+
+        def count(_: object) -> None:
+            watch = weak()
+            if watch is not None and watch._averaging.is_on():  # noqa: SLF001  # its own
+                watch._count(name)  # noqa: SLF001
+
+        return count
+
+    def _count(self, name: str) -> None:
+        if self._current is None:
+            return
+        if name in self._current.accumulated:
+            raise ConfigError(
+                f"{name} gets a gradient more than once in one backward, because re-entrant "
+                f"checkpointing runs each part that uses it on its own. {_REENTRANT_REMEDY}"
+            )
+        self._current.accumulated.add(name)
+
+    def _second_backward_message(self) -> str:
+        return (
+            "This is a second backward since the last forward of the "
+            f"{type(self._averaging.model).__name__} that ddp() wrapped. Gradients are averaged "
+            "once after each forward, so this one has added only the gradients of its own rank. "
+            "Add the losses and call backward once, or run forward before each backward."
+        )
+
+    def _around_message(self, name: str) -> str:
+        return (
+            f"{name} of the {type(self._averaging.model).__name__} that ddp() wrapped was used "
+            "around forward, so the gradients of this backward were not averaged over the ranks. "
+            "Call the wrapped model itself, model(...), and let its forward run that part. Where "
+            f"each rank is to keep its own gradients, use unwrap(model).{name}, or put the "
+            "backward into `with sync_gradients(model, when=False):`."
+        )
+
+
+def _hidden_message(names: list[str]) -> str:
+    return (
+        "find_unused_parameters=True does not go together with re-entrant checkpointing, which "
+        f"hides parameters from the search: {', '.join(names[:6])}"
+        f"{' ...' if len(names) > 6 else ''}. {_REENTRANT_REMEDY}"
+    )
+
+
+def _walk_graph(outputs: list[torch.Tensor]) -> tuple[set[int], bool]:
+    """Return the ids of the leaves below some tensors, and whether a part of it is re-entrant."""
+    pending = [tensor.grad_fn for tensor in outputs]
+    seen: set[Node] = set()
+    leaves: set[int] = set()
+    is_reentrant = False
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_reentrant = is_reentrant or node.name() == _REENTRANT_NODE
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+        pending.extend(following for following, _ in node.next_functions)
+    return leaves, is_reentrant
+
+
+def _at_end_of_backward(function: Callable[[], None]) -> None:
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as DDP does
+    engine.queue_callback(function)
+
+
+def _will_run(accumulation: Any) -> bool:
+    """Tell whether the backward that is going on will add to a parameter's gradient."""
+    try:
+        # As torch.autograd.graph does.
+        return torch._C._will_engine_execute_node(accumulation)  # noqa: SLF001
+    except RuntimeError:
+        # What it answers where torch.autograd.grad was asked for this very gradient.
+        return False
+
+
+def tensors_in(output: object, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Find the tensors in what a model returns: containers, dataclasses, plain objects."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (str, bytes, nn.Module)) or depth == 0:
+        return
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(output, (tuple, list, set, frozenset)):
+        for item in output:
+            yield from tensors_in(item, depth - 1)
+    elif hasattr(output, "__dict__") and not isinstance(output, type):
+        yield from tensors_in(vars(output), depth - 1)

@@ -1,0 +1,241 @@
+"""The wrapper that `ddp()` puts around a model: torch's own, which reads like the model in it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import operator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpkit.backward import Averaging, BackwardWatch
+from ddpkit.completeness import CompletenessCheck
+from ddpkit.errors import ConfigError
+from ddpkit.state_names import PlainNames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_BROADCAST_BYTES = 250 << 20
+_SPECIAL_METHODS = (
+    "__len__",
+    "__iter__",
+    "__contains__",
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+)
+
+
+class DistributedModel(DistributedDataParallel):
+    """A `DistributedDataParallel` that reads like the model in it. Made by `ddp()`.
+
+    Args:
+        model: The model.
+        sync_buffers: Whether each averaging backward ends with rank 0's buffers on all ranks.
+        number: What tells this model from others, the same on all ranks; None where only a part of
+            the ranks shares it.
+        **options: Options of `DistributedDataParallel`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, sync_buffers: bool, number: int | None, **options: Any
+    ) -> None:
+        super().__init__(model, **options)
+        self._syncs_buffers = sync_buffers
+        named = {n: p for n, p in model.named_parameters() if not self._is_left_alone(n)}
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._completeness = CompletenessCheck(self, trained, number)
+        self._backwards = BackwardWatch(
+            Averaging(
+                model,
+                trained,
+                {name: p for name, p in named.items() if name not in trained},
+                is_on=lambda: self.require_backward_grad_sync and not self._join_config.enable,
+                at_end=self._finish_backward,
+                finds_unused=self.find_unused_parameters,
+                is_static=self.static_graph,
+            )
+        )
+        self._plain_names = PlainNames(self)
+        # Last: from here on, writes go to the model.
+        self._is_ready = True
+
+    def _is_left_alone(self, name: str) -> bool:
+        # torch joins the module's name and the parameter's, also where the former is empty.
+        return (name if "." in name else f".{name}") in self.parameters_to_ignore
+
+    # Attributes: reads, writes and deletes of what the model has.
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_modules", {}).get("module")
+            if model is None:
+                raise
+            value = getattr(model, name)
+        if not self.__dict__.get("_is_ready"):
+            return value
+        if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
+            return WatchedMethod(self, value)
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            self._backwards.hand_out(name, value)
+        return value
+
+    def watched_item(self, item: Any) -> Any:
+        """Return what was taken out of a model that is a container, a child mostly."""
+        self._backwards.hand_out("an item", item)
+        return item
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_the_models(name):
+            setattr(self.module, name, value)
+            return
+        is_part = isinstance(value, (nn.Module, nn.Parameter)) and name not in self._modules
+        if is_part and self.__dict__.get("_is_ready"):
+            self._refuse_new_part(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_the_models(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_the_models(self, name: str) -> bool:
+        if not self.__dict__.get("_is_ready") or name in self.__dict__ or name in self._modules:
+            return False
+        return not hasattr(type(self), name) and hasattr(self.module, name)
+
+    def _refuse_new_part(self, name: str) -> None:
+        raise ConfigError(
+            f"{name} was added to a {type(self.module).__name__} that ddp() has wrapped, which "
+            "would neither train nor save it. Add it to the model before ddp(), or wrap again: "
+            f"plain = unwrap(model); plain.{name} = ...; model = ddp(plain)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        # A copy is for averaging or for keeping, and the reducer cannot be copied.
+        return cast("nn.Module", copy.deepcopy(self.module, memo))
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # Pickles as the plain model. The standard library's identity function, so that reading it
+        # needs no ddpkit.
+        return operator.itemgetter(0), ((self.module,),)
+
+    # Forward and backward.
+
+    # Without dynamo this frame would be traced, and with it the hooks on the outputs.
+    @torch._disable_dynamo(recursive=False)  # noqa: SLF001  # what DDP itself uses
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model as DDP does, and watch the backward that follows."""
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        # Ranks that have run out of data mimic torch's collectives inside of join(), not ours.
+        if torch.is_grad_enabled() and not self._join_config.enable:
+            self._backwards.follow(output, averages=self.require_backward_grad_sync)
+        return output
+
+    def _finish_backward(self) -> None:
+        self._completeness.run()
+        # The ranks agree on the order of buckets once, after the first backward. torch would do it
+        # in the next forward, where a rank that validates alone would wait for the others.
+        self.reducer._rebuild_buckets()  # noqa: SLF001
+        if self._syncs_buffers:
+            self.synchronise_buffers()
+
+    def synchronise_buffers(self) -> None:
+        """Give every rank the buffers of rank 0. Collective: every rank must call this."""
+        buffers = [
+            buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        ]
+        # A graph that is kept for another backward may hold a buffer; its value is no part of it.
+        with contextlib.ExitStack() as versions:
+            for buffer in buffers:  # one by one, for torch 2.6 takes a single tensor
+                keep = torch.autograd._unsafe_preserve_version_counter(buffer)  # noqa: SLF001
+                versions.enter_context(keep)
+            broadcast_from_rank0(buffers, self.process_group)
+
+
+class WatchedMethod:
+    """A method of the model that was read through the wrapper.
+
+    What it returns is watched: a backward from there would go around the wrapper's forward.
+
+    Args:
+        wrapper: The wrapper.
+        method: The method, bound to the model or to a part of it.
+    """
+
+    __wrapped__: Any
+    __name__: str
+
+    def __init__(self, wrapper: DistributedModel, method: Any) -> None:
+        self._watch = wrapper._backwards  # noqa: SLF001  # the wrapper's other half
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
+        value = self.__wrapped__(*args, **kwargs)
+        self._watch.hand_out(f"{self.__name__}()", value)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.__wrapped__
+        return bool(mine == (other.__wrapped__ if isinstance(other, WatchedMethod) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickles as the plain method, for data workers and the like.
+        return getattr, (self.__wrapped__.__self__, self.__name__)
+
+
+def wrapper_class(model_class: type[nn.Module]) -> type[DistributedModel]:
+    """Return a wrapper that has the special methods of containers which the model has.
+
+    Python looks for those on the class alone, past `__getattr__`.
+    """
+    methods = {name: _forwarding(name) for name in _SPECIAL_METHODS if hasattr(model_class, name)}
+    return type("DistributedModel", (DistributedModel,), methods) if methods else DistributedModel
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def method(self: DistributedModel, *args: Any) -> Any:
+        value = getattr(self.module, name)(*args)
+        if name == "__iter__":
+            return map(self.watched_item, value)
+        return self.watched_item(value)
+
+    return method
+
+
+def broadcast_from_rank0(tensors: list[torch.Tensor], group: Any) -> None:
+    """Give every rank of a group the values of its rank 0, packed. Collective.
+
+    Args:
+        tensors: The tensors, which are overwritten.
+        group: The group.
+    """
+    if not tensors:
+        return  # torch asserts that there is something to send
+    # torch's own part of DDP: packs the tensors in C++, in buckets of bounded size.
+    real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
+    with torch.no_grad():
+        dist._broadcast_coalesced(  # noqa: SLF001
+            group, [item.detach() for item in real], _BROADCAST_BYTES, 0
+        )

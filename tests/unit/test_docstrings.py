@@ -1,0 +1,39 @@
+"""The examples in docstrings do what they show, and every public name has one."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import ddpkit
+import ddpkit.testing
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(ddpkit.__path__, "ddpkit.")
+    if not module.name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_show_what_happens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+PUBLIC = [
+    *(getattr(ddpkit, name) for name in ddpkit.__all__),
+    *(getattr(ddpkit.testing, name) for name in ddpkit.testing.__all__),
+]
+
+
+@pytest.mark.parametrize("item", PUBLIC, ids=lambda item: item.__name__)
+def test_public_names_have_examples(item: object) -> None:
+    assert ">>> " in (inspect.getdoc(item) or "")
