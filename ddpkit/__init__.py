@@ -6,6 +6,7 @@ import os
 # has opened it cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+from ddpkit.accumulation import accumulate, loss_weight, sync_gradients
 from ddpkit.agree import all_ranks, any_rank, barrier, broadcast_value, on_rank0, rank0_first
 from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
 from ddpkit.collect import gather, gather_cat
@@ -31,6 +32,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ShardedLoader",
     "World",
+    "accumulate",
     "all_ranks",
     "any_rank",
     "barrier",
@@ -47,6 +49,7 @@ __all__ = [
     "get_world_size",
     "is_rank0",
     "latest_checkpoint",
+    "loss_weight",
     "on_rank0",
     "process_group",
     "rank0_first",
@@ -57,5 +60,6 @@ __all__ = [
     "seed_everything",
     "sharded_loader",
     "stop_requested",
+    "sync_gradients",
     "unwrap",
 ]

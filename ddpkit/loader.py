@@ -309,7 +309,19 @@ class ShardedLoader(DataLoader[T_co]):
     @property
     def epoch(self) -> int:
         """The epoch of the current or next pass."""
-        return self._shards.place.epoch
+        return self._shards.told_place.epoch
+
+    def steps_left(self) -> int | None:
+        """Return how many batches the next pass yields.
+
+        Unlike `len()`, which is that of a whole epoch, this counts from the place where a resumed
+        epoch goes on. Not collective.
+
+        Returns:
+            The number, which is the same on all ranks unless `uneven="exact"`; None where only
+            the end of the pass tells: with samplers, iterable datasets and `shard=False`.
+        """
+        return self._shards.steps_left()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch.
@@ -366,7 +378,7 @@ class ShardedLoader(DataLoader[T_co]):
             A small dictionary of numbers and words, the same on all ranks; with the state of an
             iterable dataset that has one, as `"dataset"`.
         """
-        place = self._shards.place
+        place = self._shards.told_place
         if place.is_end:
             place = Place(place.epoch + 1)
         state = {"epoch": place.epoch, "consumed": place.consumed, **self._identity()}

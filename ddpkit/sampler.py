@@ -28,6 +28,7 @@ from torch.utils.data import Sampler
 
 from ddpkit.permutation import BLOCK, Permutation, derive_seed
 from ddpkit.randomness import PrivateRandomness
+from ddpkit.windows import current_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -185,13 +186,17 @@ class ComputedBatches:
         """Return the number of batches in a whole epoch, the same for every rank."""
         return self.layout.steps(self.length)
 
+    def steps_from(self, consumed: int) -> int:
+        """Return the number of batches that are left of the epoch."""
+        return self.layout.steps(self.length - consumed)
+
     def advance(self, consumed: int) -> int:
         """Return what has been consumed after one more step."""
         return min(self.length, consumed + self.layout.global_batch)
 
     def is_finished(self, epoch: int, consumed: int) -> bool:
         """Tell whether nothing is left of the epoch."""
-        return self.layout.steps(self.length - consumed) == 0
+        return self.steps_from(consumed) == 0
 
     def _order_of(self, epoch: int) -> Callable[[Tensor], Tensor]:
         if self.order == "sequential":
@@ -314,7 +319,12 @@ class BlockBatches:
 
     def steps(self) -> int:
         """Return the number of batches in the block."""
-        return -(-len(self.block) // self.batch_size)
+        return self.steps_from(0)
+
+    def steps_from(self, consumed: int) -> int:
+        """Return the number of batches that are left of the block."""
+        left = max(0, len(self.block) - consumed // self.world_size)
+        return -(-left // self.batch_size)
 
     def advance(self, consumed: int) -> int:
         """Return what has been consumed after one more step."""
@@ -420,6 +430,7 @@ class ShardSampler(Sampler[Any]):
         self.batches = batches
         self.unbatched = unbatched
         self.place = Place(epoch=0)
+        self._held: Place | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self.keys(self.place.epoch, self.place.consumed)
@@ -433,8 +444,28 @@ class ShardSampler(Sampler[Any]):
         Args:
             epoch: At least 0.
         """
-        if epoch != self.place.epoch:
+        if epoch != self.told_place.epoch:
             self.place = Place(epoch)
+            self._held = None
+
+    @property
+    def told_place(self) -> Place:
+        """Where it stands without the batches of a window that is not complete."""
+        return self.place if self._held is None else self._held
+
+    def hold(self) -> None:
+        """Go on telling the place of now until `release`."""
+        self._held = self.place
+
+    def release(self) -> None:
+        """Tell the true place again."""
+        self._held = None
+
+    def steps_left(self) -> int | None:
+        """Return the number of batches of the next pass; None if only its end tells."""
+        if not isinstance(self.batches, (ComputedBatches, BlockBatches)):
+            return None
+        return self.batches.steps_from(0 if self.place.is_open else self.place.consumed)
 
     def keys(self, epoch: int, consumed: int) -> Iterator[Any]:
         """Yield what is left of an epoch from a place on, batch by batch.
@@ -462,6 +493,7 @@ class ShardSampler(Sampler[Any]):
             consumed: The units that all ranks together had received of it.
             source_state: The state there of a dataset that has one of its own.
         """
+        self._held = None
         finished = consumed > 0 and self.batches.is_finished(epoch, consumed)
         here = Place(epoch, consumed, source_state=source_state)
         self.place = Place(epoch + 1) if finished else here
@@ -486,6 +518,9 @@ class ShardSampler(Sampler[Any]):
         Returns:
             The place of the pass now.
         """
+        window = current_window()
+        if window is not None:
+            window.hold(self)
         if note is None:
             after = Place(place.epoch, self.batches.advance(place.consumed), is_open=True)
         else:
