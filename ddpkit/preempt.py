@@ -25,6 +25,7 @@ from ddpkit import pending
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import communication_device, require_group
+from ddpkit.worker_signals import take_requests
 
 __all__ = ["Listener", "stop_requested", "tell"]
 
@@ -61,8 +62,10 @@ def stop_requested(*, every: int = 1) -> bool:
     The first call sets the handlers, so a signal that comes before does what it does by default.
     They are put back when the function of `@distributed`, or the block of `process_group`, ends; in
     a plain script they stay. A handler of your own that was there is called as well, and a signal
-    that was ignored stays ignored. Data workers and other children do not have the handlers. A
-    signal that came after the last call, so that nobody has followed it, takes effect at the end.
+    that was ignored stays ignored. Children do not have the handlers; data workers that a
+    `sharded_loader` has forked go on for a minute if they are signalled, too, so that no rank waits
+    in vain for the batch that finishes the step. A signal that came after the last call, so that
+    nobody has followed it, takes effect at the end.
 
     Where `@distributed` has started the ranks, both signals to the calling program are passed on
     to the ranks once one has called this, and the ranks have 60 seconds to end by themselves. Then
@@ -270,6 +273,7 @@ def _listen() -> None:
     _reset_in_forks()
     _state.handlers = _Handlers()
     pending.undo_at_end(_stop_listening)
+    take_requests(True)
     # Only now: what is passed on to this rank from here on finds the handlers.
     if _state.listener is not None:
         _state.listener.holds(_state.handlers.held)
@@ -305,6 +309,7 @@ def _stop_listening() -> None:
         return
     if _state.listener is not None:
         _state.listener.holds(())
+    take_requests(False)
     handlers.put_back()
     handlers.pass_on()
 

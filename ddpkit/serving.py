@@ -23,6 +23,7 @@ from torch.utils.data import (
 from ddpkit.permutation import derive_seed
 from ddpkit.randomness import SeededRandomness, seed_global_streams
 from ddpkit.sampler import Note, tell_epoch, wrapped_datasets
+from ddpkit.worker_signals import outlast_requests, shared_flag
 
 __all__ = ["MapServer", "Pass", "Reply", "Request", "Server", "WorkerSetup"]
 
@@ -160,9 +161,11 @@ class WorkerSetup:
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None) -> None:
         self._worker_init_fn = worker_init_fn
+        self._rank = shared_flag()
 
     def __call__(self, worker_id: int) -> None:
         """Run in a worker before it gets requests."""
+        outlast_requests(self._rank)
         info = get_worker_info()
         # Users ask `get_worker_info().dataset` for their dataset. torch has frozen the object.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[union-attr]

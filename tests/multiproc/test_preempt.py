@@ -595,6 +595,42 @@ def test_a_signal_to_the_process_group_of_ranks_with_data_workers(
 
 
 @each_signal
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_step_that_waits_for_a_batch_gets_it_from_signalled_workers(
+    tmp_path: Path, number: signal.Signals, persistent: bool
+) -> None:
+    """The signal to all processes comes from the worker that is loading the batch."""
+
+    class Signalling(Points):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if index == 6:
+                os.killpg(os.getpgid(0), number)
+                time.sleep(0.3)
+            return super().__getitem__(index)
+
+    def function() -> tuple[int, list[int]]:
+        loader = sharded_loader(
+            Signalling(),
+            batch_size=1,
+            num_workers=1,
+            prefetch_factor=1,
+            persistent_workers=persistent,
+            multiprocessing_context="fork",
+        )
+        seen = []
+        for x, _ in loader:
+            seen.append(round(float(x) * LENGTH))
+            if stop_requested():
+                break
+        del loader  # its workers end without being waited for
+        return len(seen), seen
+
+    for steps, seen in run_ranks(function):
+        assert steps in (3, 4)  # the rank may be told while the step before is still going on
+        assert len(seen) == steps
+
+
+@each_signal
 def test_a_data_worker_that_is_signalled_alone_ends_as_ever(number: signal.Signals) -> None:
     def function(asks: bool) -> tuple[int, bool]:
         batches: Any = iter(DataLoader(Points(), num_workers=2))
