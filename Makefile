@@ -59,11 +59,12 @@ typecheck: $(INSTALLED) ## mypy, strict
 check: $(INSTALLED)     ## what has to pass before a change goes in
 	@$(PARALLEL) test-ranks lint typecheck test-unit
 
-bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 25 minutes)
+bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 40 minutes)
 	$(BENCH_PYTHON) benchmarks/launch.py
 	$(BENCH_PYTHON) benchmarks/failure.py
 	$(BENCH_PYTHON) benchmarks/loader.py
 	$(BENCH_PYTHON) benchmarks/checkpoint.py
+	$(BENCH_PYTHON) benchmarks/step.py
 
 clean:                  ## remove .venv and .venv-bench (never another VENV) and what the tools left
 	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints

@@ -85,12 +85,13 @@ class Arena:
                 stdin=subprocess.PIPE if served else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if served else log,
                 stderr=log,
-                env=self._environment(mark),
+                env=self.environment(mark),
                 start_new_session=True,  # Ctrl-C on the terminal is for the benchmark alone
                 preexec_fn=_ignore_sigint if sigint_ignored else _heed_sigint,
             )
 
-    def _environment(self, mark: str) -> dict[str, str]:
+    def environment(self, mark: str) -> dict[str, str]:
+        """Make the variables of a process under a mark."""
         kept = {k: v for k, v in os.environ.items() if k not in _VARIABLES_OF_LAUNCHES}
         return kept | {
             MARK: mark,

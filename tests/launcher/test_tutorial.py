@@ -1,13 +1,16 @@
-"""The data-loading step of the tutorial: who got which sample, read from what it prints."""
+"""The steps of the tutorial as a person runs them, judged by what they print."""
 
 import functools
 import json
 import re
+import runpy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from tests.launcher.test_examples import REPOSITORY, TORCHRUN, messages_in, run
 
@@ -149,3 +152,41 @@ def test_it_is_stopped_often_and_goes_on_in_any_world(tmp_path: Path) -> None:
     (tmp_path / "b" / "epoch-9.pt").write_bytes(newest.read_bytes()[:1000])
     assert train(tmp_path / "b", launcher=[*TORCHRUN, "2"]) == unbroken
     assert checkpoints(tmp_path / "b") == ["epoch-3.pt", "epoch-4.pt", "epoch-9.pt"]
+
+
+# --------------------------------------------------------------------------------------- basic DDP
+
+BASIC_DDP = str(REPOSITORY / "examples" / "tutorial" / "basic_ddp.py")
+
+
+def expected_words(world_size: int) -> list[str]:
+    """Say what is printed if the loss is that of one process with the batches of all ranks."""
+    script = runpy.run_path(BASIC_DDP)
+    torch.manual_seed(0)
+    model = script["ToyModel"]()
+    batches = [script["make_batch"](rank) for rank in range(world_size)]
+    inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = f"loss {F.mse_loss(model(inputs), labels).item():.4f}"
+    return [f"by hand: {loss}", f"with ddpkit: {loss}", "both ways ended with the same parameters"]
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(240)  # interpreters that start one after another, on a busy machine
+@pytest.mark.parametrize(
+    ("ranks", "launcher", "options"),
+    [
+        (1, [], ["--nproc-per-node", "1"]),
+        (2, [], []),
+        (2, [*TORCHRUN, "2"], []),
+    ],
+    ids=["python, one rank", "python, two ranks", "torchrun"],
+)
+def test_the_first_step_by_hand_and_with_ddpkit_is_the_same(
+    ranks: int, launcher: list[str], options: list[str], tmp_path: Path
+) -> None:
+    with torch.random.fork_rng():
+        expected = expected_words(ranks)
+    result = run(tmp_path, *launcher, BASIC_DDP, *options)
+    assert messages_in(result.stderr) == ""
+    assert result.stdout.splitlines() == expected
+    assert list(tmp_path.iterdir()) == []
