@@ -448,6 +448,7 @@ class _Meeting:
         if len(self._party) > 1:  # what nobody reads nobody would remove
             key = f"{self._answers}/{self._channel.rank}/{self._call.number}"
             self._channel.publish(key, dump_value(outcome))
+            self._channel.last_answer = key
 
     def _small_enough(self, contribution: bytes) -> bytes | None:
         """Return what goes into the announcement itself; a large contribution goes beside it."""

@@ -210,6 +210,7 @@ class Channel:
         self.bound = bound
         self.calls = 0
         self.leading = ""  # the call whose work this rank does alone at the moment
+        self.last_answer: str | None = None  # its readers remove it; some may not have come yet
         self._label = label.encode()
         self._secret = secret
         self._pid = os.getpid()
@@ -489,6 +490,19 @@ class Channel:
             self._beats[rank] = (beat, time.monotonic())
             return False
         return time.monotonic() - since > _HEARTBEAT_LIMIT
+
+    def await_readers(self, bound: float) -> None:
+        """Wait a while for the others to read this rank's last answer.
+
+        Args:
+            bound: Seconds.
+        """
+        deadline = time.monotonic() + bound
+        answer = self.last_answer
+        while answer is not None and time.monotonic() < deadline:
+            if not self._call(lambda store: store.check([answer])):
+                return
+            time.sleep(_longest_pause(0.0))
 
     def close(self) -> None:
         """End the helper thread and drop the connection."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -31,6 +33,7 @@ DEFAULT_TIMEOUT = 600.0
 _ERROR_PATH_BOUND = 1.5
 _LAST_WORDS_BOUND = 1.0
 _FAREWELL_BOUND = 30.0
+_READERS_BOUND = 5.0
 _OPENED = "opened"
 _WATCHED_SOURCES = ("ddpkit", "torchrun")  # a parent or an agent watches the ranks of these
 _NOTICE_AFTER = 3.0
@@ -709,6 +712,28 @@ def _adopt_channel() -> Channel:
     # does not hold the channel up.
     with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
         store = store.clone()
+    _leave_at_exit()
     channel = open_channel(PrefixStore(label, store), world, label, DEFAULT_TIMEOUT)
     _await_members(channel, world, time.monotonic() + DEFAULT_TIMEOUT, DEFAULT_TIMEOUT)
     return channel
+
+
+@functools.cache
+def _leave_at_exit() -> None:
+    atexit.register(_leave_adopted)
+
+
+def _leave_adopted() -> None:
+    """Close what was opened beside the user's own group, at the end of the process.
+
+    This process may hold the store, in which others have not yet read the answer to their last
+    call. And a helper thread that comes back from a store call while Python ends aborts the
+    process, so it ends first.
+    """
+    if _state.adopted is None:
+        return
+    _, channel = _state.adopted
+    _state.adopted = None
+    with contextlib.suppress(GroupError, RuntimeError):  # the store has gone: nobody reads there
+        channel.await_readers(_READERS_BOUND)
+    channel.close()
