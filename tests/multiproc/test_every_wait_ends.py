@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from ddpkit import (
     ShardedLoader,
     World,
+    accumulate,
     all_ranks,
     any_rank,
     barrier,
@@ -32,9 +33,12 @@ from ddpkit import (
     broadcast_value,
     ddp,
     distributed,
+    gather,
+    gather_cat,
     get_rank,
     group,
     latest_checkpoint,
+    loss_weight,
     on_rank0,
     process_group,
     rank0_first,
@@ -42,11 +46,13 @@ from ddpkit import (
     reduce_mean,
     reduce_sum,
     sharded_loader,
+    stop_requested,
 )
+from ddpkit.accumulation import MicroBatch
 from ddpkit.checkpoint import SaveHandle
 from ddpkit.control import Channel
 from ddpkit.errors import WorkerError
-from ddpkit.testing import run_ranks
+from ddpkit.testing import assert_replicas_equal, run_ranks
 from tests.multiproc.hand_set import with_hand_set_variables
 
 PATIENCE = 30.0  # a test that takes this long has failed
@@ -66,13 +72,19 @@ class Case:
     """What both ranks do first."""
 
 
-def of_the_agree_family(name: str, call: Callable[[Path], object], peer: int) -> Case:
+def of_the_agree_family(
+    name: str,
+    call: Callable[[Path], object],
+    peer: int,
+    prepare: Callable[[], object] = lambda: None,
+) -> Case:
     return Case(
         call,
         peer,
         dead=rf"PeerError: .*Rank {peer} \(process \d+ on .*\) has ended without a word",
         missing=rf"GroupError: .*rank {peer} did not reach {re.escape(name)} \(\S+:\d+\) within "
-        rf"{SHORT} s\. Last seen: rank {peer}: barrier \(test_every_wait_ends\.py:\d+\), call 1\.",
+        rf"{SHORT} s\. Last seen: rank {peer}: barrier \(test_every_wait_ends\.py:\d+\), call \d\.",
+        prepare=prepare,
     )
 
 
@@ -105,6 +117,32 @@ class Step:
 
 
 step = Step()
+
+
+class OwnStep(Step):
+    """The same with a model of `ddp()`."""
+
+    def prepare(self) -> None:
+        self.model = ddp(nn.Linear(2, 1))
+        self.backward()
+
+
+own_step = OwnStep()
+
+
+class Windows:
+    """Windows of batches whose size the ranks compare before the first one."""
+
+    model: nn.Module
+
+    def prepare(self) -> None:
+        self.model = ddp(nn.Linear(2, 1))
+
+    def begin(self) -> Iterator[tuple[int, MicroBatch]]:
+        return accumulate(self.model, [1], every=1)
+
+
+windows = Windows()
 
 
 class Parts:
@@ -152,10 +190,22 @@ CASES = {
     "run_all inside a rank": of_the_agree_family(
         "run_all", lambda _: distributed(int).run_all(), 1
     ),
+    "gather": of_the_agree_family("gather", lambda _: gather(1), 1),
+    "gather_cat": of_the_agree_family("gather_cat", lambda _: gather_cat(torch.ones(2)), 1),
+    "accumulate": of_the_agree_family(
+        "accumulate", lambda _: next(windows.begin()), 1, windows.prepare
+    ),
+    "assert_replicas_equal": of_the_agree_family(
+        "assert_replicas_equal", lambda _: assert_replicas_equal(nn.Linear(2, 1)), 1
+    ),
+    "stop_requested": of_the_agree_family("stop_requested", lambda _: stop_requested(), 1),
+    "stop_requested, later": of_torch(lambda _: stop_requested(), stop_requested),
+    "loss_weight": of_torch(lambda _: loss_weight(3)),
     "reduce_sum": of_torch(lambda _: reduce_sum(1)),
     "reduce_mean": of_torch(lambda _: reduce_mean(1.0)),
     "pass over parts": of_torch(lambda _: parts.go_through(), parts.prepare),
     "backward": of_torch(lambda _: step.backward(), step.prepare),
+    "backward of ddp()": of_torch(lambda _: own_step.backward(), own_step.prepare),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
