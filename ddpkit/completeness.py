@@ -45,8 +45,9 @@ class CompletenessCheck:
         parameters: dict[str, nn.Parameter],
         number: int | None,
     ) -> None:
-        # Newer than torch 2.6 in part; without it torch's own error comes at the next forward.
-        self._can_look = hasattr(wrapper.reducer, "_check_reducer_finalized")
+        # Not all releases have them; without them torch's own error comes at the next forward.
+        needed = ("_check_reducer_finalized", "_reset_state")
+        self._can_look = all(hasattr(wrapper.reducer, name) for name in needed)
         self._reducer: Any = wrapper.reducer
         self._module = wrapper.module
         self._parameters = parameters

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ddpkit
+import ddpkit.testing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +113,39 @@ def test_the_random_stream_of_the_device_goes_on(tmp_path: Path) -> None:
     went_on = torch.rand(3, device="cuda")
     ddpkit.barrier_load(tmp_path / "x.pt", include_rng=True)
     assert torch.equal(torch.rand(3, device="cuda"), went_on)
+
+
+class Partial(torch.nn.Module):
+    """Leaves a layer out when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.second = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        return self.second(x) if whole else x  # type: ignore[no-any-return]
+
+
+def accumulate_then_leave_out() -> str:
+    torch.manual_seed(ddpkit.get_rank())
+    model = ddpkit.ddp(Partial())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(torch.randn(5, 8, 4, device=ddpkit.get_device()))
+    for x, micro in ddpkit.accumulate(model, batches, every=2):
+        with micro:
+            (model(x).square().mean() * micro.weight).backward()
+        if micro.is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    ddpkit.testing.assert_replicas_equal(model)
+    with pytest.raises(ddpkit.errors.GroupError, match=r"second\.weight") as caught:
+        model(batches[0], whole=False).sum().backward()
+    return str(caught.value)
+
+
+def test_windows_are_averaged_and_left_out_parameters_named() -> None:
+    for text in ddpkit.distributed(accumulate_then_leave_out).run_all():
+        assert "find_unused_parameters=True" in text
