@@ -15,7 +15,7 @@ BENCH_PYTHON    := $(abspath $(BENCH_VENV))/bin/python
 BENCH_INSTALLED := $(BENCH_VENV)/.ddpkit-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-ranks drills lint typecheck check bench clean
+.PHONY: help demo test test-unit test-ranks test-programs drills lint typecheck check bench clean
 
 help:
 	@sed -n 's/^\([a-z]*\): .*## /\1: /p' Makefile
@@ -33,18 +33,21 @@ $(BENCH_INSTALLED): pyproject.toml
 demo: $(INSTALLED)      ## train a CNN on real handwritten digits with two ranks
 	$(BIN)/python examples/digits.py
 
-# Tests of pure functions keep one core busy while those with ranks mostly wait, so they run side by
-# side; each shows its output when it has finished.
+# Those with ranks mostly wait, so the others run beside them: whole programs first, then the pure
+# functions, which keep a core busy. Each shows its output when it has finished.
 PARALLEL := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 test: $(INSTALLED)      ## every test but the drills and those that need a GPU
-	@$(PARALLEL) test-ranks test-unit
+	@$(PARALLEL) test-ranks test-programs test-unit
 
 test-unit: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m 'not drill and not gpu'
 
 test-ranks: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore=tests/unit -m 'not drill and not gpu'
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/launcher -m 'not drill and not gpu'
+
+test-programs: $(INSTALLED)
+	$(BIN)/python -m pytest tests/launcher -m 'not drill and not gpu'
 
 drills: $(INSTALLED)    ## soaks, kills and other long tests
 	$(BIN)/python -m pytest -m 'drill and not gpu'
@@ -57,7 +60,7 @@ typecheck: $(INSTALLED) ## mypy, strict
 	$(BIN)/mypy
 
 check: $(INSTALLED)     ## what has to pass before a change goes in
-	@$(PARALLEL) test-ranks lint typecheck test-unit
+	@$(PARALLEL) test-ranks test-programs lint typecheck test-unit
 
 bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 40 minutes)
 	$(BENCH_PYTHON) benchmarks/launch.py

@@ -69,6 +69,7 @@ def test_every_rank_of_torchrun_gets_its_own_value(tmp_path: Path) -> None:
     assert not any(line["open"] for line in lines)
 
 
+@pytest.mark.drill
 def test_run_all_under_torchrun_gives_every_rank_all_values(tmp_path: Path) -> None:
     finished = run_torchrun(tmp_path, "all")
     assert finished.returncode == 0, finished.stderr

@@ -94,7 +94,14 @@ def assert_close(given: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 ALL = "first second third"
 
 
-@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {**SMALL_BUCKETS, "compress": "fp16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.drill),
+        SMALL_BUCKETS,
+        pytest.param({**SMALL_BUCKETS, "compress": "fp16"}, marks=pytest.mark.drill),
+    ],
+)
 @pytest.mark.parametrize(
     ("uses", "told"),
     [
@@ -108,7 +115,9 @@ ALL = "first second third"
     ],
     ids=["everywhere", "on rank 1", "on rank 0", "different branches"],
 )
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize(
+    "step", [1, *(pytest.param(step, marks=pytest.mark.drill) for step in (0, 3))]
+)
 def test_left_out_parameters_are_named_at_once_on_all_ranks_which_can_go_on(
     uses: list[str], told: str, step: int, options: dict[str, Any]
 ) -> None:

@@ -146,6 +146,7 @@ def test_other_ranks_receive_nothing() -> None:
     assert run_ranks(function, 3) == [["recv"] * 4, ["isend"] * 2, ["isend"] * 2]
 
 
+@pytest.mark.drill
 def test_a_rank_does_not_hold_the_data_of_others() -> None:
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -224,6 +225,7 @@ def test_what_was_not_announced_is_not_read() -> None:
         assert in_step
 
 
+@pytest.mark.drill
 def test_rank_0_may_work_longer_than_the_time_out_of_collectives() -> None:
     def function() -> int:
         found = gather(RebuiltSlowly(0.8 * get_rank()))  # 2.4 s in all

@@ -36,7 +36,8 @@ SPOKEN = ["train: [rank 0/2] epoch 1", "train: [rank 0/2] slow", "train: [rank 1
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.drill)]
+    "method",
+    ["fork", *(pytest.param(name, marks=pytest.mark.drill) for name in ("forkserver", "spawn"))],
 )
 def test_ranks_speak_alike_however_they_are_started(
     method: str, capfd: pytest.CaptureFixture[str]
@@ -56,6 +57,7 @@ def test_a_logger_in_a_closure_speaks_alike(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err.splitlines() == ["train: [rank 0/2] from rank 0 alone"]
 
 
+@pytest.mark.drill
 def test_log_files_have_each_line_with_one_tag(
     tmp_path: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +135,8 @@ assert run_ranks(lambda: 0, start_method="{method}") == [0, 0]
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_variable_shows_own_lines_of_a_program_and_of_its_ranks(method: str) -> None:
     command = [sys.executable, "-c", SHOWN.format(method=method)]
     environment = {**os.environ, "DDPKIT_LOG": "info"}

@@ -153,7 +153,10 @@ def cases() -> Iterator[Any]:
     for name in MODELS:
         for every in (1, EVERY):
             for unequal in (False, True):
-                yield name, every, unequal
+                is_hardest = every == EVERY and unequal
+                yield pytest.param(
+                    *(name, every, unequal), marks=[] if is_hardest else pytest.mark.drill
+                )
 
 
 @pytest.mark.parametrize(("name", "every", "unequal"), list(cases()))

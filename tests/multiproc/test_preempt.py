@@ -37,7 +37,9 @@ from tests.multiproc.test_every_wait_ends import patient_rendezvous
 from tests.multiproc.test_signals import Program, await_end, is_running, names_in, note
 
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
-each_signal = pytest.mark.parametrize("number", BOTH)
+each_signal = pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.drill)]
+)
 PATIENCE = 30.0  # a test that takes this long has failed
 NEVER = 10**9
 LENGTH = 32

@@ -296,7 +296,9 @@ def by_on_rank0(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("spelling", [under_a_condition, by_on_rank0])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize(
+    "steps", [1, *(pytest.param(steps, marks=pytest.mark.drill) for steps in (0, 3))]
+)
 def test_validation_on_rank_0_alone_cannot_hang(
     steps: int, training: bool, spelling: Callable[[nn.Module], None]
 ) -> None:
