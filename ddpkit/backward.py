@@ -90,7 +90,8 @@ class BackwardWatch:
         self._check_still_frozen()
         self._current = None  # one that an error has ended has left it
         enter = self._enter_averaging if averages else self._enter_local
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # A parameter that a model returns as it is would keep every hook.
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for tensor in tensors:
             tensor.register_hook(enter)
         if averages:
@@ -113,8 +114,10 @@ class BackwardWatch:
             self._arm(name, value.parameters())
             return
         for tensor in tensors_in(value):
-            if tensor.requires_grad:
-                self._guard(name, tensor)
+            if isinstance(tensor, nn.Parameter):
+                self._arm(name, [tensor])
+            elif tensor.grad_fn is not None:
+                tensor.register_hook(self._noting_around(name))
 
     def _arm(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -122,12 +125,6 @@ class BackwardWatch:
             if own is not None and own not in self._armed:
                 self._armed.add(own)
                 self._nodes[own].register_prehook(self._noting_around(name))
-
-    def _guard(self, name: str, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, nn.Parameter):
-            self._arm(name, [tensor])
-        else:
-            tensor.register_hook(self._noting_around(name))
 
     def _noting_around(self, name: str) -> Callable[[object], None]:
         # The reducer holds the nodes, and the wrapper the reducer and this object.

@@ -300,6 +300,30 @@ def test_an_error_inside_a_backward_leaves_no_trace() -> None:
         assert_close(given, expected_gradients([ALL, ALL]))
 
 
+def test_a_parameter_that_is_returned_keeps_no_hooks() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x), self.scale
+
+    def train() -> tuple[int, float]:
+        model = ddp(Scaled())
+        for _ in range(3):
+            model.zero_grad()
+            output, scale = model(batch())
+            (output.sum() * scale * (1 + get_rank())).backward()
+        hooks = unwrap(model).scale._backward_hooks
+        return len(hooks or ()), gradients(model)["scale"].item()
+
+    one, other = run_ranks(train, 2)
+    assert one == other
+    assert one[0] == 0
+
+
 # ------------------------------------------------------------------------------ around forward
 
 
