@@ -22,9 +22,11 @@ from ddpkit.group import (
     process_group,
 )
 from ddpkit.loader import ShardedLoader, sharded_loader
+from ddpkit.plan import plan_split
 from ddpkit.preempt import stop_requested
 from ddpkit.reduce import reduce_mean, reduce_sum
 from ddpkit.seeding import seed_everything
+from ddpkit.split import split_model_across_devices
 from ddpkit.wrap import ddp, unwrap
 
 __version__ = "0.1.0.dev0"
@@ -51,6 +53,7 @@ __all__ = [
     "latest_checkpoint",
     "loss_weight",
     "on_rank0",
+    "plan_split",
     "process_group",
     "rank0_first",
     "rank0_print",
@@ -59,6 +62,7 @@ __all__ = [
     "reduce_sum",
     "seed_everything",
     "sharded_loader",
+    "split_model_across_devices",
     "stop_requested",
     "sync_gradients",
     "unwrap",

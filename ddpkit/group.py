@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -147,9 +147,35 @@ def get_device() -> torch.device:
     return _choose_device_here(current_topology(), None)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device this rank's own, if the group that is open here uses devices of its type.
+
+    A backend of an accelerator knows the ranks by their devices: it waits for ever where one rank
+    uses a device that it has used before, and another a new one. So what is not part of a split
+    model has to be on the first device of the split, on every rank.
+
+    Args:
+        device: A device that exists.
+    """
+    opened = _state.opened
+    if opened is not None and group_is_open() and opened.world.device.type == device.type != "cpu":
+        opened.world = replace(opened.world, device=device)
+        torch.accelerator.set_device_index(device.index or 0)
+
+
 def current_topology() -> Topology:
     """Read the topology of this process from its environment."""
     return read_topology(os.environ, os.getpid())
+
+
+def place_of_this_rank() -> Topology:
+    """Say where this process stands among the ranks of its machine, whoever has opened the group.
+
+    Where the launcher's variables do not fit an open group, all its ranks count as on this machine.
+    """
+    if not group_is_open():
+        return current_topology()
+    return _state.opened.world if _state.opened is not None else _adopted_topology()
 
 
 def group_is_open() -> bool:
@@ -229,6 +255,26 @@ def choose_backend(requested: str | None, device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def choose_bound_device(
+    device: torch.device, device_count: int, local_world_size: int
+) -> torch.device | None:
+    """Choose the device that a group is bound to, which makes its first collectives faster.
+
+    A bound group refuses tensors on other devices, which a rank has that splits a model.
+
+    Args:
+        device: Device of the rank.
+        device_count: How many such devices this process sees.
+        local_world_size: Number of ranks of this machine.
+
+    Returns:
+        The device; None for the CPU, and where a rank may have more than one.
+    """
+    if device.type == "cpu" or device_count > local_world_size:
+        return None
+    return device
 
 
 # --------------------------------------------------------------------------------------- effects
@@ -325,12 +371,17 @@ def _join_open_group(backend: str | None, device: str | torch.device | None) -> 
     return world
 
 
-def _adopted_world(device: str | torch.device | None, backend: str) -> World:
-    """Describe a group that somebody else opened; the launcher's variables may be missing."""
+def _adopted_topology() -> Topology:
+    """Place this rank in a group that somebody else opened; variables for it may be missing."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = current_topology()
-    if (topology.rank, topology.world_size) != (rank, size):
-        topology = Topology(rank, size, rank, size, source="group")
+    if (topology.rank, topology.world_size) == (rank, size):
+        return topology
+    return Topology(rank, size, rank, size, source="group")
+
+
+def _adopted_world(device: str | torch.device | None, backend: str) -> World:
+    topology = _adopted_topology()
     return World(**asdict(topology), device=_choose_device_here(topology, device), backend=backend)
 
 
@@ -370,7 +421,7 @@ def _open(world: World, timeout: float) -> _Opened:
     if channel is not None and here and world.source not in _WATCHED_SOURCES:
         # Before torch opens the group, which waits until its time-out for one that dies meanwhile.
         opened.watch = PeerWatch(channel)
-    bound_device = None if world.device.type == "cpu" else world.device
+    count = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
     try:
         dist.init_process_group(
             world.backend,
@@ -378,7 +429,7 @@ def _open(world: World, timeout: float) -> _Opened:
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=bound_device,
+            device_id=choose_bound_device(world.device, count, world.local_world_size),
         )
     except BaseException as error:
         _close_after_error(opened, error)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit.agree import exchange
+from ddpkit.entrance import carry_over, is_split
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_channel, get_device, is_rank0, require_group
 from ddpkit.wrapper import DistributedModel, broadcast_from_rank0, wrapper_class
@@ -267,7 +268,8 @@ def _place(model: M) -> M:
     _check_have_data(tensors)
     _check_one_device_type(tensors)
     spans_devices = len({tensor.device for tensor in tensors.values()}) > 1
-    return model if spans_devices else model.to(get_device())
+    stays = spans_devices or is_split(model)  # a split may have put everything on one device
+    return model if stays else model.to(get_device())
 
 
 def _check_have_data(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -315,7 +317,10 @@ def _with_sync_batchnorm(model: M) -> M:
                 stacklevel=3,
             )
         return model
-    return cast("M", nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    before = dict(model.named_modules())
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    carry_over(before, converted)
+    return cast("M", converted)
 
 
 # -------------------------------------------------------------------------- the same on all ranks
@@ -336,9 +341,10 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
         for name, value in options.items()
         if value is None or isinstance(value, (bool, str))
     ]
+    place = _places(model)
     parameters = [
         f"parameter {name}: {tuple(tensor.shape)} {tensor.dtype} "
-        f"{'trainable' if tensor.requires_grad else 'frozen'}"
+        f"{'trainable' if tensor.requires_grad else 'frozen'}{place[tensor.device]}"
         for name, tensor in model.named_parameters()
     ]
     buffers = [
@@ -348,6 +354,16 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
     # Under DETAIL on gloo a group is made, which all ranks must do or none.
     level = f"TORCH_DISTRIBUTED_DEBUG: {dist.get_debug_level().name}"
     return [level, *sorted(flags), *parameters, *buffers]
+
+
+def _places(model: nn.Module) -> dict[torch.device, str]:
+    """Number the devices of a model that lies on several: DDP makes buckets for each of them."""
+    devices = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+    several = len(devices) > 1
+    return {
+        device: f", on device {number} of {len(devices)}" if several else ""
+        for number, device in enumerate(devices, 1)
+    }
 
 
 def difference_message(descriptions: list[list[str]]) -> str:

@@ -20,6 +20,7 @@ from ddpkit import (
     is_rank0,
     loss_weight,
     on_rank0,
+    plan_split,
     process_group,
     rank0_first,
     rank0_print,
@@ -28,6 +29,7 @@ from ddpkit import (
     unwrap,
 )
 from ddpkit.accumulation import MicroBatch
+from ddpkit.plan import SplitPlan
 from ddpkit.testing import assert_replicas_equal
 
 
@@ -110,3 +112,10 @@ assert_type(get_logger().isEnabledFor(20), bool)
 
 assert_type(assert_replicas_equal(wrapped, gradients=True), None)
 assert_replicas_equal(wrapped, True)  # type: ignore[call-arg]
+
+plan = plan_split(Net(), ["cuda:0", torch.device("cpu")], limits={"cuda:0": 10}, no_split=[Net])
+assert_type(plan, SplitPlan)
+assert_type(plan.assignment, dict[str, torch.device])
+assert_type(plan.loads, dict[torch.device, int])
+plan_split(Net(), ["cpu"], limits=[None, 10], no_split=["Net"])
+plan_split(Net(), 2)  # type: ignore[arg-type]
