@@ -67,6 +67,7 @@ bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 40 mi
 	$(BENCH_PYTHON) benchmarks/failure.py
 	$(BENCH_PYTHON) benchmarks/loader.py
 	$(BENCH_PYTHON) benchmarks/checkpoint.py
+	$(BENCH_PYTHON) benchmarks/split.py
 	$(BENCH_PYTHON) benchmarks/step.py
 
 clean:                  ## remove .venv and .venv-bench (never another VENV) and what the tools left

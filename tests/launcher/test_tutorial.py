@@ -190,3 +190,52 @@ def test_the_first_step_by_hand_and_with_ddpkit_is_the_same(
     assert messages_in(result.stderr) == ""
     assert result.stdout.splitlines() == expected
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------- model parallel
+
+MODEL_PARALLEL = str(REPOSITORY / "examples" / "tutorial" / "model_parallel.py")
+
+
+def loss_of_one_process(world_size: int, steps: int) -> float:
+    """Train the plain model on the batches of all ranks, and return the last loss."""
+    script = runpy.run_path(MODEL_PARALLEL)
+    torch.manual_seed(0)
+    model = script["ToyModel"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        batches = []
+        for rank in range(world_size):
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            batches.append([torch.randn(20, size, generator=generator) for size in (10, 5)])
+        inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("ranks", "launcher", "options"),
+    [(1, [], ["--nproc-per-node", "1"]), (2, [], []), (2, [*TORCHRUN, "2"], [])],
+    ids=["python, one rank", "python, two ranks", "torchrun"],
+)
+def test_a_model_on_two_devices_by_hand_and_with_ddpkit_is_the_same(
+    ranks: int, launcher: list[str], options: list[str], tmp_path: Path
+) -> None:
+    with torch.random.fork_rng():
+        loss = f"loss {loss_of_one_process(ranks, steps=5):.4f}"
+    result = run(tmp_path, *launcher, MODEL_PARALLEL, *options)
+    assert messages_in(result.stderr) == ""
+    said = result.stdout.splitlines()
+    if torch.cuda.device_count() < 2 * ranks:
+        assert said.pop(0) == "not enough GPUs for two in each rank: both devices are the CPU"
+    assert said == [
+        f"by hand: {loss}",
+        f"with ddpkit: {loss}",
+        "both ways ended with the same parameters",
+    ]
+    assert list(tmp_path.iterdir()) == []
