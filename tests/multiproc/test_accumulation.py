@@ -74,7 +74,9 @@ def test_each_window_is_averaged_once(
     assert run_ranks(train, 2) == [(expected, expected, True)] * 2
 
 
-@pytest.mark.parametrize("kind", ["nested", "several", "compiled"])
+@pytest.mark.parametrize(
+    "kind", ["nested", "several", pytest.param("compiled", marks=pytest.mark.drill)]
+)
 def test_models_with_wrapped_parts_are_averaged_once_in_a_window(kind: str) -> None:
     def train() -> list[int]:
         parts = [ddp(net()), ddp(nn.Linear(2, 2))]

@@ -46,6 +46,7 @@ def test_ranks_speak_alike_however_they_are_started(
     assert capfd.readouterr().err.splitlines() == SPOKEN
 
 
+@pytest.mark.drill
 def test_a_logger_in_a_closure_speaks_alike(capfd: pytest.CaptureFixture[str]) -> None:
     own = get_logger("train")
 

@@ -558,7 +558,9 @@ def train(
     return steps, [value for parameter in model.parameters() for value in parameter.tolist()]
 
 
-@pytest.mark.parametrize("stop_at", [3, 8, 13])
+@pytest.mark.parametrize(
+    "stop_at", [8, *(pytest.param(step, marks=pytest.mark.drill) for step in (3, 13))]
+)
 def test_the_resumed_run_is_the_unbroken_one(tmp_path: Path, stop_at: int) -> None:
     """In the middle of an epoch, and at its last step."""
 
