@@ -6,10 +6,13 @@ else is its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +146,7 @@ class Training:
 
 def prepare(name: str, library: Library, rank: int) -> Training:
     """Make a model, alike on all ranks, and this rank's data."""
+    stay_on_own_core(rank)
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model = workload.make_model()
@@ -159,3 +163,16 @@ def seconds_per_step(train: Callable[[int], object], steps: int) -> float:
     began = time.perf_counter()
     train(steps)
     return (time.perf_counter() - began) / steps
+
+
+def stay_on_own_core(rank: int) -> None:
+    """Keep a rank that computes with one thread on a core of its own.
+
+    Else the system moves ranks about, in one block of steps and not in another, which makes the
+    same program up to a third faster or slower.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if torch.get_num_threads() == 1 and len(cores) >= RANKS:
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), {cores[rank]})
