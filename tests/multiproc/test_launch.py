@@ -90,6 +90,7 @@ def test_a_function_of_a_library_that_knows_nothing_of_ddpkit(method: str) -> No
     assert run_ranks(os.path.join, start_method=method, args=["a", "b"]) == ["a/b"] * 2
 
 
+@pytest.mark.drill
 def test_spawn() -> None:
     step = 3
     assert run_ranks(lambda: get_rank() + step, start_method="spawn") == [3, 4]

@@ -105,6 +105,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_process_starts(
             run_ranks(speak, world_size, log_dir=tmp_path / "file" / "logs")
 
 
+@pytest.mark.drill
 def test_the_log_goes_on_when_the_terminal_has_gone(tmp_path: Path) -> None:
     script = (
         "from ddpkit import distributed\n"
