@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ddpkit.errors import ConfigError, GroupError
+from ddpkit.wording import shortened
 
 _REENTRANT_NODE = "CheckpointFunctionBackward"
 _REENTRANT_REMEDY = (
@@ -186,7 +187,7 @@ class BackwardWatch:
             names = [name for name, parameter in frozen.items() if parameter.requires_grad]
             raise GroupError(
                 f"Parameters were frozen when ddp() wrapped the model and are trainable now: "
-                f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}. Their gradients would "
+                f"{shortened(names)}. Their gradients would "
                 "not be averaged. Wrap the model again: model = ddp(unwrap(model))."
             )
 
@@ -196,14 +197,11 @@ class BackwardWatch:
         if not is_reentrant:
             return
         if self._averaging.finds_unused:
-            hidden = [name for name, own in self._names_by_id() if own not in reached]
+            hidden = [name for own, name in self._names.items() if own not in reached]
             if hidden:
                 raise ConfigError(_hidden_message(hidden))
         for name, node in self._nodes.items():
             node.register_prehook(self._counting(name))
-
-    def _names_by_id(self) -> Iterator[tuple[str, int]]:
-        return ((name, own) for own, name in self._names.items())
 
     def _counting(self, name: str) -> Callable[[object], None]:
         weak = weakref.ref(self)
@@ -246,8 +244,7 @@ class BackwardWatch:
 def _hidden_message(names: list[str]) -> str:
     return (
         "find_unused_parameters=True does not go together with re-entrant checkpointing, which "
-        f"hides parameters from the search: {', '.join(names[:6])}"
-        f"{' ...' if len(names) > 6 else ''}. {_REENTRANT_REMEDY}"
+        f"hides parameters from the search: {shortened(names)}. {_REENTRANT_REMEDY}"
     )
 
 

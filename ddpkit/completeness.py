@@ -20,11 +20,11 @@ from torch import nn
 from ddpkit.agree import exchange
 from ddpkit.errors import GroupError
 from ddpkit.group import get_channel, get_rank, name_ranks
+from ddpkit.wording import shortened
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_MAX_SHOWN = 6
 _LEFT_OUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:([ \d]*)")
 _BUCKETINGS = 2  # torch orders its buckets anew once, after the first averaging backward
 
@@ -174,7 +174,7 @@ def left_out_message(left_out: Mapping[int, Sequence[str]]) -> str:
         by_names.setdefault(tuple(names), []).append(rank)
     everywhere = len(by_names) == 1 and len(left_out) > 1
     lines = [
-        f"  {'all ranks' if everywhere else name_ranks(ranks)}: {_shown(names)}"
+        f"  {'all ranks' if everywhere else name_ranks(ranks)}: {shortened(names) or 'none'}"
         for names, ranks in by_names.items()
     ]
     return "\n".join(
@@ -187,10 +187,3 @@ def left_out_message(left_out: Mapping[int, Sequence[str]]) -> str:
             "requires_grad=False before ddp().",
         ]
     )
-
-
-def _shown(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    rest = len(names) - _MAX_SHOWN
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError
 from ddpkit.group import communication_device, name_ranks, require_group
+from ddpkit.wording import shortened
 from ddpkit.wrap import unwrap
 
 __all__ = ["Entry", "Gap", "assert_replicas_equal", "find_difference", "gap_between"]
 
 _NAME = "assert_replicas_equal"
 _BLOCK = 1 << 18  # elements or bytes that are looked at at a time: they stay in the cache
-_MAX_SHOWN = 6
 _MAX_WIDTH = 60
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -65,7 +65,7 @@ def assert_replicas_equal(model: object, *, gradients: bool = False) -> None:
     empty = [name for name, part in parts.items() if isinstance(part, Tensor) and _is_empty(part)]
     is_compared = require_group(_NAME) and not empty
     table = {name: _entry(part) for name, part in parts.items()} if is_compared else {}
-    summaries = exchange((_digest_of_table(table), _shortened(empty)), name=_NAME)
+    summaries = exchange((_digest_of_table(table), shortened(empty)), name=_NAME)
     _check_have_data([missing for _, missing in summaries])
     if len({digest for digest, _ in summaries}) > 1:
         difference = find_difference(exchange(table, name=_NAME))
@@ -129,11 +129,6 @@ def _check_have_data(missing: Sequence[str]) -> None:
             f"{missing[ranks[0]]}. Materialise a model that was made on the meta device, and run "
             "one batch through lazy layers, before it is compared."
         )
-
-
-def _shortened(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_SHOWN
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # ------------------------------------------------------------------------------------ the digests

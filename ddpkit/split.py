@@ -16,6 +16,7 @@ from ddpkit.entrance import attach, is_split, open_up
 from ddpkit.errors import ConfigError
 from ddpkit.group import accelerator_type, has_index, place_of_this_rank, use_device
 from ddpkit.plan import SplitPlan, checked_plan, plan_split
+from ddpkit.wording import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 Device = torch.device | str
 
-_MAX_SHOWN = 6
 
 _logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def _check_have_data(model: nn.Module) -> None:
     if empty:
         raise ConfigError(
             "split_model_across_devices() was given a model whose tensors have no data yet: "
-            f"{_shortened(empty)}. Run one batch through lazy layers first, and materialise a "
+            f"{shortened(empty)}. Run one batch through lazy layers first, and materialise a "
             "model made on the meta device (plan_split() can plan it before)."
         )
 
@@ -306,7 +306,7 @@ def _targets(model: nn.Module, plan: SplitPlan) -> dict[str, torch.device]:
     left = [name for name, tensor in named if id(tensor) not in by_tensor]
     if left:
         raise ConfigError(
-            f"The plan says nothing of {_shortened(left)}. It was made for another model, or this "
+            f"The plan says nothing of {shortened(left)}. It was made for another model, or this "
             "one has changed since; make it anew."
         )
     return {name: by_tensor[id(tensor)][1] for name, tensor in named}
@@ -318,7 +318,7 @@ def _check_names(model: nn.Module, assignment: Mapping[str, torch.device]) -> No
     unknown = [name for name in assignment if name not in known]
     if unknown:
         raise ConfigError(
-            f"The plan names {_shortened(unknown)}, which this {type(model).__name__} does not "
+            f"The plan names {shortened(unknown)}, which this {type(model).__name__} does not "
             "have. It was made for another model, or this one has changed since; make it anew."
         )
 
@@ -412,7 +412,7 @@ def _check_placed(model: nn.Module, targets: Mapping[str, torch.device]) -> None
     ]
     if left:
         raise ConfigError(
-            f"The model could not be split: after the move there is still {_shortened(left)}. A "
+            f"The model could not be split: after the move there is still {shortened(left)}. A "
             "module keeps its tensors from being moved; see its _apply()."
         )
 
@@ -454,8 +454,3 @@ def _order_below(name: str, anchors: Any) -> list[str]:
 def _loads(plan: SplitPlan) -> str:
     total = sum(plan.loads.values()) or 1
     return ", ".join(f"{device} ({load / total:.0%})" for device, load in plan.loads.items())
-
-
-def _shortened(items: list[str]) -> str:
-    rest = len(items) - _MAX_SHOWN
-    return ", ".join(items[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -25,6 +25,7 @@ from ddpkit.agree import exchange
 from ddpkit.entrance import carry_over, is_split
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_channel, get_device, is_rank0, require_group
+from ddpkit.wording import shortened
 from ddpkit.wrapper import DistributedModel, broadcast_from_rank0, wrapper_class
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def _check_have_data(tensors: Mapping[str, torch.Tensor]) -> None:
     ]
     if empty:
         raise ConfigError(
-            f"ddp() was given a model whose tensors have no data yet: {_shortened(empty)}. Run one "
+            f"ddp() was given a model whose tensors have no data yet: {shortened(empty)}. Run one "
             "batch through lazy layers first, and materialise a model made on the meta device."
         )
 
@@ -298,14 +299,9 @@ def _check_one_device_type(tensors: Mapping[str, torch.Tensor]) -> None:
         ]
         raise ConfigError(
             f"ddp() was given a model on several types of device. Most of it is on {most}, but "
-            f"not: {_shortened(strays)}. Move the whole model to one type of device; register "
+            f"not: {shortened(strays)}. Move the whole model to one type of device; register "
             "tensors that must follow the model as buffers."
         )
-
-
-def _shortened(items: list[str]) -> str:
-    rest = len(items) - _MAX_SHOWN
-    return ", ".join(items[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _with_sync_batchnorm(model: M) -> M:
@@ -395,7 +391,7 @@ def _by_ranks(tables: list[dict[str, str]], name: str) -> str:
     for rank, table in enumerate(tables):
         ranks.setdefault(table.get(name, "not there"), []).append(str(rank))
     return "; ".join(
-        f"{what} on rank{'s' * (len(who) > 1)} {_shortened(who)}" for what, who in ranks.items()
+        f"{what} on rank{'s' * (len(who) > 1)} {shortened(who)}" for what, who in ranks.items()
     )
 
 
