@@ -8,7 +8,10 @@ import torch._dynamo
 import torch.distributed
 import torch.nn.parallel  # noqa: F401
 
-import ddpkit.launch.worker  # noqa: F401
+import ddpkit.launch.worker
+
+for name in ddpkit.__all__:
+    getattr(ddpkit, name)  # which imports it
 
 
 def _end_at_once(forkserver: int) -> None:
