@@ -22,11 +22,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit.agree import exchange
+from ddpkit.buffers import broadcast_from_rank0
 from ddpkit.entrance import carry_over, is_split
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_channel, get_device, is_rank0, require_group
 from ddpkit.wording import shortened
-from ddpkit.wrapper import DistributedModel, broadcast_from_rank0, wrapper_class
+from ddpkit.wrapper import DistributedModel, wrapper_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -10,12 +9,11 @@ import operator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.backward import Averaging, BackwardWatch
+from ddpkit.buffers import BufferMessage, buffers_of
 from ddpkit.completeness import CompletenessCheck
 from ddpkit.errors import ConfigError
 from ddpkit.state_names import PlainNames
@@ -23,8 +21,6 @@ from ddpkit.state_names import PlainNames
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BROADCAST_BYTES = 250 << 20
-_PACKED_BYTES = 1 << 20
 _SPECIAL_METHODS = (
     "__len__",
     "__iter__",
@@ -51,6 +47,7 @@ class DistributedModel(DistributedDataParallel):
     ) -> None:
         super().__init__(model, **options)
         self._syncs_buffers = sync_buffers
+        self._buffer_message = BufferMessage(self.process_group)
         named = {n: p for n, p in model.named_parameters() if not self._is_left_alone(n)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._completeness = CompletenessCheck(self, trained, number)
@@ -154,20 +151,14 @@ class DistributedModel(DistributedDataParallel):
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0. Collective: every rank must call this."""
-        buffers = [
-            buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        ]
-        if not buffers:
-            return
-        # A graph that is kept for another backward may hold a buffer; its value is no part of it.
-        with contextlib.ExitStack() as versions:
-            if dist.get_rank(self.process_group) != 0:  # rank 0's are only read
-                for buffer in buffers:  # one by one, for torch 2.6 takes a single tensor
-                    keep = torch.autograd._unsafe_preserve_version_counter(buffer)  # noqa: SLF001
-                    versions.enter_context(keep)
-            broadcast_packed_from_rank0(buffers, self.process_group)
+        ignored = self.parameters_to_ignore
+        buffers = (
+            [item for name, item in self.module.named_buffers() if name not in ignored]
+            if ignored
+            else buffers_of(self.module)
+        )
+        if buffers:
+            self._buffer_message.broadcast(buffers)
 
 
 class WatchedMethod:
@@ -227,53 +218,3 @@ def _forwarding(name: str) -> Callable[..., Any]:
         return self.watched_item(value)
 
     return method
-
-
-def broadcast_from_rank0(tensors: list[torch.Tensor], group: Any) -> None:
-    """Give every rank of a group the values of its rank 0, packed. Collective.
-
-    Args:
-        tensors: The tensors, which are overwritten.
-        group: The group.
-    """
-    if not tensors:
-        return  # torch asserts that there is something to send
-    # torch's own part of DDP: packs the tensors in C++, in buckets of bounded size.
-    real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
-    with torch.no_grad():
-        dist._broadcast_coalesced(  # noqa: SLF001
-            group, [item.detach() for item in real], _BROADCAST_BYTES, 0
-        )
-
-
-def broadcast_packed_from_rank0(tensors: list[torch.Tensor], group: Any) -> None:
-    """Give every rank of a group the values of its rank 0, of all types in one message. Collective.
-
-    What torch's own part sends is one message for each type: twice the time for the few numbers of
-    batch norm, whose counters are integers.
-
-    Args:
-        tensors: Tensors of one device, small all together; overwritten on the other ranks.
-        group: The group.
-    """
-    if len({tensor.device for tensor in tensors}) > 1 or _size(tensors) > _PACKED_BYTES:
-        broadcast_from_rank0(tensors, group)
-        return
-    with torch.no_grad():
-        real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in real:
-            by_type.setdefault(tensor.dtype, []).append(tensor.detach())
-        flat = [_flatten_dense_tensors(items) for items in by_type.values()]
-        message = torch.cat([part.view(torch.uint8) for part in flat])
-        dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
-        if dist.get_rank(group) == 0:
-            return
-        sizes = [part.numel() * part.element_size() for part in flat]
-        for part, items in zip(message.split(sizes), by_type.values(), strict=True):
-            values = _unflatten_dense_tensors(part.clone().view(items[0].dtype), items)
-            torch._foreach_copy_(items, values)  # what torch's optimizers use
-
-
-def _size(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -413,6 +413,46 @@ def test_synchronised_buffers_may_be_in_a_graph_that_is_kept() -> None:
     run_ranks(use)
 
 
+class EveryType(nn.Module):
+    """Has buffers of sizes that do not align by themselves, and of any layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = get_rank()
+        self.line = nn.Linear(3, 1)
+        self.register_buffer("truth", torch.tensor([rank == 0] * 3))
+        self.register_buffer("count", torch.tensor(2**60 + rank))
+        self.register_buffer("halves", torch.full((3,), rank + 0.5, dtype=torch.bfloat16))
+        self.register_buffer("wave", torch.full((2,), complex(rank, -rank)))
+        self.register_buffer("doubles", torch.full((2, 3), rank / 3, dtype=torch.float64).t())
+        self.register_buffer("none", torch.empty(0))
+        self.register_buffer("octets", torch.tensor([rank, 7], dtype=torch.uint8))
+        self.register_buffer("odd", torch.full((1,), float("nan") if rank else float("inf")))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.line(x).sum()
+
+
+@pytest.mark.parametrize("larger", [0, 300_000], ids=["one message", "in buckets"])
+def test_buffers_of_every_type_and_layout_are_rank_0s(larger: int) -> None:
+    def use() -> list[tuple[str, str]]:
+        net = EveryType()
+        net.register_buffer("larger", torch.full((larger,), float(get_rank())))
+        model = ddp(net)
+        for step in range(2):
+            for number, buffer in enumerate(net.buffers()):
+                buffer.fill_(3 * step + number + get_rank())
+            model(torch.randn(4, 3)).backward()
+        net.register_buffer("late", torch.full((2,), get_rank() + 0.25))  # on all ranks
+        model(torch.randn(4, 3)).backward()
+        return [(str(b.dtype), str(b.flatten()[:6].tolist())) for b in net.buffers()]
+
+    first, second = run_ranks(use)
+    assert first == second
+    assert first[-1] == ("torch.float32", "[0.25, 0.25]")
+    assert first[1] == ("torch.int64", "[4]")
+
+
 def test_buffers_may_be_left_to_each_rank() -> None:
     def use() -> Any:
         torch.manual_seed(get_rank())
