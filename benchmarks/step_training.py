@@ -108,9 +108,9 @@ class Workload:
 
 
 WORKLOADS = {
-    "cnn": Workload(make_cnn, make_images, make_sgd, steps=16),
-    "transformer": Workload(Transformer, make_sequences, make_adamw, steps=16),
-    "tiny": Workload(make_tiny, make_points, make_sgd, steps=200),
+    "cnn": Workload(make_cnn, make_images, make_sgd, steps=8),
+    "transformer": Workload(Transformer, make_sequences, make_adamw, steps=8),
+    "tiny": Workload(make_tiny, make_points, make_sgd, steps=60),
 }
 MEASURED = ("cnn", "transformer")
 """What contestants train; the tiny model is for costs within a step alone."""
