@@ -21,32 +21,13 @@ from torch.overrides import (
     _push_mode,
 )
 
+from ddpkit.meeting import Operand, is_left_alone, meeting_device
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 R = TypeVar("R")
 
-# These take tensors of several devices by themselves, return views that must stay views, or want
-# some of their tensors on the CPU.
-_LEFT_ALONE = frozenset(
-    [
-        *("to", "type_as", "copy_", "set_", "__set__", "__get__", "backward", "grad"),
-        *("is_set_to", "is_same_size", "result_type", "can_cast"),
-        *("view_as", "expand_as", "reshape_as", "broadcast_tensors", "meshgrid"),
-        *("atleast_1d", "atleast_2d", "atleast_3d"),
-        *("tensor_split", "_pack_padded_sequence", "_pad_packed_sequence"),
-    ]
-)
-_IN_PLACE_OPERATORS = frozenset(
-    [
-        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__idiv__"),
-        *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
-        *("__irshift__", "__setitem__"),
-    ]
-)
-# What these select from is larger than the indices, and statistics are changed in place.
-_FOLLOWS_THE_FIRST = frozenset(["__getitem__"])
-_FOLLOWS_THE_SECOND = frozenset(["batch_norm", "instance_norm"])
 # The sizes of packed sequences, which these may be given, have to be on the CPU.
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 
@@ -54,16 +35,14 @@ _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 class Mover(TorchFunctionMode):
     """A mode that moves the tensors of an operation to one device if they are on several.
 
-    They go where parameters among them are; for an operation in place, to the tensor that is
-    changed; else to the latest device of the model that is among theirs. Numbers on the CPU, which
-    torch takes on any device, stay where they are.
+    Numbers on the CPU, which torch takes on any device, stay where they are.
 
     Args:
         order: The devices of the model, in the order of its blocks.
     """
 
     def __init__(self, order: Sequence[torch.device]) -> None:
-        self._ranks = {device: rank for rank, device in enumerate(order)}
+        self._order = tuple(order)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found: list[torch.Tensor] = []
@@ -77,35 +56,19 @@ class Mover(TorchFunctionMode):
     def _together(
         self, name: str, found: list[torch.Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        if name in _LEFT_ALONE or name.startswith("_foreach"):
+        if is_left_alone(name):
             return args, kwargs
-        device = self._target(name, found, kwargs.get("out"))
+        out = kwargs.get("out")
+        place = out.device if isinstance(out, torch.Tensor) else None
+        device = meeting_device(name, list(map(_operand, found)), self._order, place)
         if device is None:
             return args, kwargs
         move = _Move(device, _is_sizes if name in _RECURRENT else _is_number)
         return move(args), {key: move(item) for key, item in kwargs.items()}
 
-    def _target(self, name: str, found: list[torch.Tensor], out: Any) -> torch.device | None:
-        """Choose the device for an operation; None leaves it to torch."""
-        if all(tensor.device not in self._ranks for tensor in found):
-            return None
-        if isinstance(out, torch.Tensor):
-            return out.device
-        if name in _FOLLOWS_THE_FIRST or _is_in_place(name):
-            return found[0].device
-        parameters = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
-        if parameters:
-            return parameters[0].device
-        if name in _FOLLOWS_THE_SECOND:
-            return found[1].device
-        return self._latest(found)
 
-    def _latest(self, found: list[torch.Tensor]) -> torch.device:
-        # A number on an accelerator is not like others: where there are tensors, it follows them.
-        large = [tensor.device for tensor in found if tensor.dim() > 0]
-        ours = [device for device in large if device in self._ranks]
-        devices = ours or [tensor.device for tensor in found if tensor.device in self._ranks]
-        return max(devices, key=self._ranks.__getitem__)
+def _operand(tensor: torch.Tensor) -> Operand:
+    return Operand(tensor.device, isinstance(tensor, nn.Parameter), tensor.dim() == 0)
 
 
 def _collect(values: Any, found: list[torch.Tensor]) -> None:
@@ -131,10 +94,6 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 def _name_of(func: Any) -> str:
     return getattr(func, "__name__", "")
-
-
-def _is_in_place(name: str) -> bool:
-    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_sizes(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpkit.blocks import Findings, tensors_of
 from ddpkit.errors import ConfigError
+from ddpkit.meeting import Operand, is_left_alone, meeting_device
 from ddpkit.nested import leaves
 from ddpkit.randomness import read_global_streams, write_global_streams
 
@@ -34,9 +35,8 @@ _logger = logging.getLogger(__name__)
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-# Functions that take tensors of several devices, with a result where the first one is, or with
-# results where each of them is; and functions that want some tensors on the CPU.
-_ANYWHERE = {"copy_", "set_", "view_as", "expand_as", "reshape_as", "__setitem__", "__set__"}
+# Functions of those that are left alone that have results where each of their tensors is, and
+# functions that want some tensors on the CPU.
 _EACH = {"broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d", "grad"}
 _PACKING = {"_pack_padded_sequence", "_pad_packed_sequence"}
 _PARTLY_ON_CPU = {"__getitem__", "lstm", "gru", "rnn_tanh", "rnn_relu", *_PACKING}
@@ -384,10 +384,14 @@ class _Simulation(TorchFunctionMode):
         met = {device: None for x in tensors if (device := self._counting_device(x, name))}
         if len(met) < 2:
             return next(iter(met), self._device(tensors[0]))
-        if name in _ANYWHERE or name in _EACH:
+        # Within a block torch itself takes values of any device for a part of a tensor.
+        if is_left_alone(name) or name == "__setitem__":
             return self._device(tensors[0])
         self._note(name, list(met))
-        return self._meeting_place(name, tensors)
+        order = self._run.placement.devices
+        out = options.get("out")
+        place = self._device(out) if isinstance(out, torch.Tensor) else None
+        return meeting_device(name, self._operands(tensors), order, place) or order[0]
 
     def _counting_device(self, tensor: torch.Tensor, name: str) -> torch.device | None:
         device = self._device(tensor)
@@ -418,14 +422,12 @@ class _Simulation(TorchFunctionMode):
             )
         raise _MixError(f"{line}, inside the block {run.block!r}. {why}")
 
-    def _meeting_place(self, name: str, tensors: list[torch.Tensor]) -> torch.device:
-        """Where a split model brings them together."""
-        if name == "__getitem__" or _is_in_place(name):
-            return self._device(tensors[0]) or self._run.placement.devices[0]
-        parameters = [x for x in tensors if isinstance(x, nn.Parameter)]
-        order = list(self._run.placement.devices)
-        found = [self._device(x) for x in parameters[:1] or tensors]
-        return max((x for x in found if x in order), key=order.index, default=order[0])
+    def _operands(self, tensors: list[torch.Tensor]) -> list[Operand]:
+        return [
+            Operand(device, isinstance(tensor, nn.Parameter), tensor.dim() == 0)
+            for tensor in tensors
+            if (device := self._device(tensor)) is not None
+        ]
 
     def _alike(self, values: Any) -> Any:
         """Where some tensors have no values, give it none that has."""
@@ -496,12 +498,6 @@ def _name_of(func: Any) -> str:
         owner = getattr(func, "__self__", None)
         return getattr(owner, "__name__", name)
     return name
-
-
-def _is_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    )
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

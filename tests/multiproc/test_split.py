@@ -138,6 +138,23 @@ def test_the_large_vision_transformer_does_too() -> None:
     on_devices(check)
 
 
+@pytest.mark.drill
+@pytest.mark.timeout(240)
+def test_the_large_vision_transformer_does_too_under_ddp() -> None:
+    def use() -> None:
+        fake_device.install(4)
+        torch.manual_seed(get_rank())
+        plain = vit_b_16()
+        split = split_model_across_devices(copy.deepcopy(plain), devices_per_rank=2)
+        assert len(devices_of(split)) == 2
+        draw = MODELS["vit"][1]
+        near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(train(ddp(split), draw), train(ddp(plain), draw), **near)
+        assert_same(split, plain, **near)
+
+    run_ranks(use, timeout=200.0)
+
+
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize("name", named_models("tutorial", "unet"))
 def test_split_models_train_in_step_under_ddp(name: str, each: int) -> None:

@@ -268,11 +268,17 @@ def test_the_line_names_the_module_whose_code_it_is() -> None:
 
 
 def test_the_result_of_a_crossing_is_where_a_split_model_brings_it() -> None:
-    # To that of a parameter; in place to the first; else to the later one.
+    # To that of a parameter, of statistics or of what is given; in place to the first; else to the
+    # later one.
     to_parameter = lambda m, x: m.a(x) + F.linear(m.b(x), m.a.weight)  # noqa: E731
     in_place = lambda m, x: m.a(x) + m.a(x).add_(m.b(x))  # noqa: E731
     to_later = lambda m, x: m.b(x) + (m.a(x) + m.b(x))  # noqa: E731
-    assert [len(run(code)) for code in (to_parameter, in_place, to_later)] == [1, 1, 1]
+    statistics = lambda m, x: m.a(x) + F.batch_norm(m.b(x), *m.a(x).detach().abs())  # noqa: E731
+    given = lambda m, x: (  # noqa: E731
+        m.a(x) + torch.add(m.a(x).detach(), m.b(x).detach(), out=torch.empty_like(x))
+    )
+    ways = (to_parameter, in_place, to_later, statistics, given)
+    assert [len(run(code)) for code in ways] == [1] * 5
 
 
 class Keeper(nn.Module):
