@@ -15,7 +15,7 @@ BENCH_PYTHON    := $(abspath $(BENCH_VENV))/bin/python
 BENCH_INSTALLED := $(BENCH_VENV)/.ddpkit-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-ranks test-programs drills lint typecheck check bench clean
+.PHONY: help demo test test-unit test-ranks test-programs drills launchers lint typecheck check bench clean
 
 help:
 	@sed -n 's/^\([a-z]*\): .*## /\1: /p' Makefile
@@ -52,6 +52,9 @@ test-programs: $(INSTALLED)
 drills: $(INSTALLED)    ## soaks, kills and other long tests
 	$(BIN)/python -m pytest -m 'drill and not gpu'
 
+launchers:              ## install SLURM, Open MPI and MPICH for the tests (Debian, as root)
+	tests/launcher/install.sh
+
 lint: $(INSTALLED)      ## ruff, rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,13 +65,14 @@ typecheck: $(INSTALLED) ## mypy, strict
 check: $(INSTALLED)     ## what has to pass before a change goes in
 	@$(PARALLEL) test-ranks test-programs lint typecheck test-unit
 
-bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about 40 minutes)
+bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about an hour)
 	$(BENCH_PYTHON) benchmarks/launch.py
 	$(BENCH_PYTHON) benchmarks/failure.py
 	$(BENCH_PYTHON) benchmarks/loader.py
 	$(BENCH_PYTHON) benchmarks/checkpoint.py
 	$(BENCH_PYTHON) benchmarks/split.py
 	$(BENCH_PYTHON) benchmarks/step.py
+	$(BENCH_PYTHON) benchmarks/control.py
 
 clean:                  ## remove .venv and .venv-bench (never another VENV) and what the tools left
 	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints
