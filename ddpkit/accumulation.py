@@ -21,9 +21,10 @@ from torch import nn
 
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError, GroupError
-from ddpkit.group import get_world_size, is_rank0, name_ranks, require_group
+from ddpkit.group import get_world_size, is_rank0, require_group
 from ddpkit.reduce import reduce_sum
 from ddpkit.windows import Window
+from ddpkit.wording import name_ranks
 
 T = TypeVar("T")
 Models = nn.Module | Iterable[nn.Module]

@@ -23,7 +23,7 @@ from typing import TypeVar, cast
 from typing_extensions import ParamSpec
 
 from ddpkit.errors import ConfigError, GroupError, PeerError
-from ddpkit.group import get_channel, name_ranks, require_group, to_seconds
+from ddpkit.group import get_channel, require_group, to_seconds
 from ddpkit.serialize import (
     ExceptionRecord,
     dump_value,
@@ -32,6 +32,7 @@ from ddpkit.serialize import (
     record_exception,
     type_name_of,
 )
+from ddpkit.wording import name_ranks
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -40,6 +41,7 @@ _NOTICE_AFTER = 5.0
 _LEADER_AFTER = 0.005  # most answers come sooner, and every look at the leader costs a round trip
 _INLINE_BYTES = 64 * 1024
 _PLACES_SHOWN = 8
+_LATE_ONES = 16  # of hundreds of ranks not all are asked again and again whether they are here
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
 _ADVICE = (
@@ -211,8 +213,14 @@ def barrier(timeout: float | timedelta | None = None) -> None:
         >>> barrier()
     """
     seconds = to_seconds(timeout)
-    if require_group("barrier"):
-        _gather_bytes("barrier", b"", seconds)
+    if not require_group("barrier"):
+        return
+    meeting = _Meeting("barrier")
+    if not meeting.leads:
+        meeting.await_answer(seconds)
+        return
+    with meeting.answering():
+        meeting.collect(b"", seconds)
 
 
 # ------------------------------------------------------------------------- for ddpkit's own parts
@@ -249,13 +257,13 @@ def exchange(value: T, *, name: str) -> list[T]:
     return [cast(T, load_value(payload)) for payload in payloads]
 
 
-def _gather_bytes(name: str, own: bytes, timeout: float | None = None) -> list[bytes]:
+def _gather_bytes(name: str, own: bytes) -> list[bytes]:
     """Bring every rank's bytes to rank 0, and all of them to every rank."""
     meeting = _Meeting(name, own)
     if not meeting.leads:
-        return cast("list[bytes]", load_value(meeting.await_answer(timeout)))
+        return cast("list[bytes]", load_value(meeting.await_answer()))
     with meeting.answering() as answer:
-        everyones = meeting.collect(own, timeout)
+        everyones = meeting.collect(own)
         answer.payload = dump_value(everyones)
     return everyones
 
@@ -380,18 +388,21 @@ class _Meeting:
             self._channel.leading = ""
         self._publish(_Outcome(self._call, answer.payload))
 
-    def collect(self, own: bytes, timeout: float | None) -> list[bytes]:
+    def collect(self, own: bytes, timeout: float | None = None) -> list[bytes]:
         """Wait for every rank of the party and take what it brings."""
         arrived = {self._party[0]: own}
         missing = list(self._party[1:])
 
         def everyone_is_here() -> bool:
+            late = 0
             for rank in tuple(missing):
                 other = self._reached(rank)
                 if other is not None:
                     self._check_still_there(other, rank)
                     arrived[rank] = self._contribution(other, rank)
                     missing.remove(rank)
+                elif (late := late + 1) == _LATE_ONES:
+                    break
             return not missing
 
         self._await_ranks(everyone_is_here, missing, timeout)

@@ -24,11 +24,11 @@ from ddpkit.group import (
     get_device,
     get_rank,
     group_is_open,
-    name_ranks,
     require_group,
 )
 from ddpkit.nested import leaves, with_leaves
 from ddpkit.serialize import dump_value, load_value, type_name_of
+from ddpkit.wording import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,8 @@ from torch import nn
 
 from ddpkit.agree import exchange
 from ddpkit.errors import GroupError
-from ddpkit.group import get_channel, get_rank, name_ranks
-from ddpkit.wording import shortened
+from ddpkit.group import get_channel, get_rank
+from ddpkit.wording import name_ranks, shortened
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 from ddpkit.errors import GroupError, PeerError
 from ddpkit.serialize import dump_value, load_value
@@ -40,6 +40,10 @@ _LIVENESS_EVERY = 0.5
 _HEARTBEAT_EVERY = 5.0
 _HEARTBEAT_LIMIT = 60.0
 _FIRST_PAUSE = 0.00005
+_FEW_RANKS = 8  # which may all poll as fast as they can
+_SLOW_LOOK = 0.02  # seconds; where a look takes longer, the store or this machine is overloaded,
+_RELIEF = 5.0  # and is left alone for so many times as long
+_USUAL = "if nobody stopped it, the kernel's out-of-memory killer is the usual cause."
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,9 @@ class Channel:
         self._parts: dict[str, int] = {}
         self._lasting: set[str] = set()
         self._members: dict[int, Member] = {}
+        self._departures: dict[int, Departure] = {}
+        self._neighbours: list[int] | None = None
+        self._cut_off = False
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_count = 0
         self._raw = store
@@ -320,6 +327,7 @@ class Channel:
         except GroupError:
             raise
         except RuntimeError as error:  # what torch's stores raise when the connection is lost
+            self._cut_off = isinstance(error, DistNetworkError)
             raise GroupError(
                 f"[rank {self.rank}/{self.world_size}] The store that the ranks talk through has "
                 f"gone: {str(error).splitlines()[0]}. The process that served it (the launcher, or "
@@ -330,10 +338,17 @@ class Channel:
 
     def _publish_member(self, node: str) -> None:
         self.publish(f"member/{self.rank}", dump_value(replace(this_member(), node=node)))
+        self._call(lambda store: _append(store, _machine_key(), f"{self.rank} "))
+        self.add("joined", 1)
 
     def withdraw(self) -> None:
         """Take back that this rank has joined."""
         self.delete(f"member/{self.rank}")
+        self.add("joined", -1)
+
+    def everyone_joined(self) -> bool:
+        """Tell whether all ranks have joined, by one message however many there are."""
+        return self.add("joined", 0) >= self.world_size
 
     def is_alone(self) -> bool:
         """Tell whether every other rank has withdrawn, or never joined."""
@@ -366,15 +381,22 @@ class Channel:
 
     def leave(self, departure: Departure) -> None:
         """Tell the other ranks that this one leaves, and why."""
-        self.publish(f"left/{self.rank}", dump_value(departure))
-        self._call(lambda store: store.set("left", "1"))
+        number = self.add("left", 1)
+        self.publish(f"left/{number}", dump_value(departure))
 
     def departures(self) -> list[Departure]:
-        """Who has left so far."""
-        if not self._call(lambda store: store.check(["left"])):
-            return []
-        payloads = (self.fetch(f"left/{rank}") for rank in range(self.world_size))
-        return [load_value(payload) for payload in payloads if payload is not None]
+        """Who has left so far, in the order in which they did."""
+        # Each is read once: with hundreds of ranks that all look, looking must cost little.
+        for number in range(1, self.add("left", 0) + 1):
+            if number in self._departures:
+                continue
+            payload = self.fetch(f"left/{number}")
+            if payload is not None:  # else it is on its way, or its rank has died in between
+                self._departures[number] = load_value(payload)
+        first: dict[int, Departure] = {}  # several may have seen the same one end
+        for number in sorted(self._departures):
+            first.setdefault(self._departures[number].rank, self._departures[number])
+        return list(first.values())
 
     def _beat(self) -> None:
         # Runs on the helper thread itself.
@@ -409,37 +431,80 @@ class Channel:
             GroupError: An awaited rank has left the group.
         """
         started = checked = time.monotonic()
-        pause = _FIRST_PAUSE
+        pause = _FIRST_PAUSE * max(1, self.world_size / _FEW_RANKS)
         told = False
         while not ready():
             now = time.monotonic()
             waited = now - started
             if waited > _LIVENESS_AFTER and now - checked > _LIVENESS_EVERY:
-                checked = now
                 self._check_alive(ready, awaited())
+                checked = time.monotonic()
+            took = 0.0
             if waited > _DEPARTURES_AFTER:
                 self._check_departures(ready, awaited)
+                took = time.monotonic() - max(now, checked)
             if timeout is not None and waited > timeout:
                 return ready()
             if waited > notice_after and not told:
                 told = True
                 notice(awaited())
-            time.sleep(pause)
-            pause = min(pause * 1.5, _longest_pause(waited))
+            time.sleep(max(pause, min(_RELIEF * (took - _SLOW_LOOK), 1.0)))
+            pause = min(pause * 1.5, _longest_pause(waited, self.world_size))
         return True
 
     def check_processes(self) -> None:
-        """Raise `PeerError` if another rank's process has ended and has not left in order."""
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        members = {rank: self._member(rank) for rank in others}
+        """Raise `PeerError` if another rank's process has ended and has not left in order.
+
+        Each rank looks after those of its machine, which takes no messages, after rank 0 and after
+        the next one, and tells all what it finds. So hundreds of ranks send hundreds of messages,
+        and not the square of that.
+        """
+        members = {rank: self._member(rank) for rank in self._looked_after()}
         lost = [rank for rank, member in members.items() if member and self._is_lost(rank, member)]
-        if lost:
-            self._check_departures(lambda: False, list)  # one that failed tells the reason
-            self._check_alive(lambda: False, lost)
+        self._check_departures(lambda: False, list)  # one that failed tells the reason
+        self._check_alive(lambda: False, lost)
+
+    def _looked_after(self) -> set[int]:
+        if self._neighbours is None and self.everyone_joined():
+            self._neighbours = self._ranks_of_this_machine()
+        following = (self.rank + 1) % self.world_size
+        # Rank 0 may serve the store, and then cannot say any more that it ends.
+        return {0, following, *(self._neighbours or ())} - {self.rank}
+
+    def _ranks_of_this_machine(self) -> list[int]:
+        text = self._call(lambda store: store.get(_machine_key())).decode(errors="replace")
+        return [int(word) for word in text.split() if word.isdigit()]
+
+    def check_server(self, rank: int) -> None:
+        """Raise `PeerError` if the rank that served the store has certainly ended, not in order.
+
+        For when the store is gone; nothing is asked, what was learned before has to do. The
+        evidence is its process, or from another machine that the connection was closed.
+
+        Args:
+            rank: Who served it.
+        """
+        member = self._members.get(rank)
+        departures = [each for each in self._departures.values() if each.rank == rank]
+        if rank == self.rank or member is None or any(not each.failed for each in departures):
+            return
+        visible = bool(member.started) and member.machine == this_machine()
+        if not (is_gone(member) if visible else self._cut_off):
+            return
+        last = departures[0] if departures else Departure(rank, member.host, True, _USUAL)
+        ended = "has ended" if visible else "has ended, or its machine cannot be reached any more"
+        raise PeerError(
+            f"[rank {self.rank}/{self.world_size}] Rank {rank} (process {member.pid} on "
+            f"{member.host}) {ended}, and with it the store that the ranks talk through: "
+            f"{last.summary}",
+            rank=rank,
+            traceback=last.traceback,
+        )
 
     def check_joined(self) -> None:
         """Raise `PeerError` if a rank that has joined has ended since, as far as is seen here."""
-        gone = [rank for rank, member in self._members.items() if is_gone(member)]
+        members = {rank: self._member(rank) for rank in self._looked_after()}
+        gone = [rank for rank, member in members.items() if member and is_gone(member)]
         if gone:
             self._check_departures(lambda: False, lambda: gone)  # these tell the reason
             self._check_alive(lambda: False, gone)
@@ -470,12 +535,13 @@ class Channel:
             # What a rank wrote just before its end counts, so ask again after the evidence.
             if member is None or not self._is_lost(rank, member) or ready() or self._has_left(rank):
                 continue
-            raise PeerError(
-                f"[rank {self.rank}/{self.world_size}] Rank {rank} (process {member.pid} on "
-                f"{member.host}) has ended without a word while this rank waited for it. If "
-                "nobody stopped it, the kernel's out-of-memory killer is the usual cause.",
-                rank=rank,
+            found = (
+                f"Rank {rank} (process {member.pid} on {member.host}) has ended without a word. If "
+                "nobody stopped it, the kernel's out-of-memory killer is the usual cause."
             )
+            if not self.has_withdrawn(rank):  # for those who do not look after it
+                self.leave(Departure(rank, member.host, failed=True, summary=found))
+            raise PeerError(f"[rank {self.rank}/{self.world_size}] {found}", rank=rank)
 
     def _has_left(self, rank: int) -> bool:
         return any(departure.rank == rank for departure in self.departures())
@@ -502,7 +568,7 @@ class Channel:
         while answer is not None and time.monotonic() < deadline:
             if not self._call(lambda store: store.check([answer])):
                 return
-            time.sleep(_longest_pause(0.0))
+            time.sleep(_longest_pause(0.0, self.world_size))
 
     def close(self) -> None:
         """End the helper thread and drop the connection."""
@@ -510,12 +576,24 @@ class Channel:
         del self._raw
 
 
+def _machine_key() -> str:
+    """Name where the ranks of this machine write that they are on it."""
+    return "on/" + hashlib.sha256(this_machine().encode()).hexdigest()[:16]
+
+
 def _set(store: Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # torch's stub knows str alone
 
 
-def _longest_pause(waited: float) -> float:
-    """Poll briskly at first; after that a wait is long and the store has other clients."""
+def _append(store: Store, key: str, text: str) -> None:
+    store.append(key, text)  # type: ignore[attr-defined]  # torch's stub does not know it
+
+
+def _longest_pause(waited: float, world_size: int) -> float:
+    """Poll briskly at first; after that a wait is long and the store has other clients.
+
+    Hundreds of ranks that wait ask a few thousand times a second in all.
+    """
     if waited < 5.0:
-        return 0.01
-    return 0.1 if waited < 60.0 else 0.5
+        return max(0.01, 0.0002 * world_size)
+    return max(0.1 if waited < 60.0 else 0.5, 0.0002 * world_size)

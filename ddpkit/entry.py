@@ -18,6 +18,7 @@ from typing_extensions import ParamSpec
 from ddpkit import pending, threads
 from ddpkit import store as stores
 from ddpkit.agree import exchange
+from ddpkit.consequence import is_likely_consequence
 from ddpkit.errors import ConfigError
 from ddpkit.group import (
     DEFAULT_TIMEOUT,
@@ -399,8 +400,6 @@ def _recorded_for_torchrun(topology: Topology) -> Iterator[None]:
     except Exception as error:
         if topology.source == "torchrun":
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            from ddpkit.launch.report import is_likely_consequence
 
             if is_likely_consequence(error):
                 # torchrun takes the earliest second for the root cause. Once the rank that caused

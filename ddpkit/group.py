@@ -11,32 +11,42 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, TCPStore
 
 from ddpkit import pending
-from ddpkit import store as stores
+from ddpkit.consequence import is_likely_consequence
 from ddpkit.control import SECRET_VARIABLE, Channel, Departure
-from ddpkit.errors import ConfigError, GroupError, PeerError
+from ddpkit.errors import ConfigError, DdpkitError, GroupError, PeerError
+from ddpkit.links import ended_when_unreachable
+from ddpkit.network import INTERFACE_VARIABLE
+from ddpkit.rendezvous import (
+    Meeting,
+    await_members,
+    has_watcher,
+    interface_for_gloo,
+    meet,
+    must_serve,
+    open_channel,
+    serve_until,
+)
 from ddpkit.serialize import record_exception
-from ddpkit.topology import Topology, is_loopback, read_topology
-from ddpkit.watch import PeerWatch
+from ddpkit.topology import Topology, describe, read_topology
+from ddpkit.watch import PeerWatch, check_peers
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
 _ERROR_PATH_BOUND = 1.5
-_LAST_WORDS_BOUND = 1.0
+_OBITUARY_BOUND = 0.3
 _FAREWELL_BOUND = 30.0
 _READERS_BOUND = 5.0
 _OPENED = "opened"
-_WATCHED_SOURCES = ("ddpkit", "torchrun")  # a parent or an agent watches the ranks of these
-_NOTICE_AFTER = 3.0
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +82,7 @@ class _ProcessState:
     adopted: tuple[Any, Channel] | None = None
     secret: bytes | None = None
     generations: int = 0
-    servers: dict[tuple[str, int], Store] = field(default_factory=dict)
+    servers: dict[tuple[str, int], TCPStore] = field(default_factory=dict)
 
 
 _state = _ProcessState()
@@ -334,8 +344,9 @@ def process_group(
     topology = current_topology()
     chosen = _choose_device_here(topology, device)
     world = World(**asdict(topology), device=chosen, backend=choose_backend(backend, chosen))
-    with pending.undone_at_end(), _restored_process_settings(topology):
-        opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
+    with pending.undone_at_end(), _restored_process_settings():
+        with ended_when_unreachable() if world.num_nodes > 1 else contextlib.nullcontext():
+            opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
         try:
             yield world
             pending.finish()
@@ -397,35 +408,39 @@ def _same_backend(requested: str, actual: str) -> bool:
 
 
 @contextlib.contextmanager
-def _restored_process_settings(topology: Topology) -> Iterator[None]:
+def _restored_process_settings() -> Iterator[None]:
     """Put back what opening a group changes in this process."""
     excepthook = sys.excepthook
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface is None and topology.num_nodes == 1:
-        # A host name that resolves wrongly, or not at all, must not matter on one machine.
-        os.environ["GLOO_SOCKET_IFNAME"] = stores.LOOPBACK_INTERFACE
+    interface = os.environ.get(INTERFACE_VARIABLE)
     try:
         yield
     finally:
         sys.excepthook = excepthook
         if interface is None:
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            os.environ.pop(INTERFACE_VARIABLE, None)
 
 
 def _open(world: World, timeout: float) -> _Opened:
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index or 0)
-    store, channel = _rendezvous(world, timeout)
-    opened = _Opened(world, channel)
+    meeting = meet(
+        world,
+        label=_next_label(world),
+        secret=_secret(),
+        timeout=timeout,
+        servers=_state.servers,
+    )
+    opened = _Opened(world, meeting.channel)
     here = threading.current_thread() is threading.main_thread()
-    if channel is not None and here and world.source not in _WATCHED_SOURCES:
+    if meeting.channel is not None and here and not has_watcher(world):
         # Before torch opens the group, which waits until its time-out for one that dies meanwhile.
-        opened.watch = PeerWatch(channel)
+        opened.watch = PeerWatch(meeting.channel)
     count = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
     try:
+        _set_interface(world, meeting)
         dist.init_process_group(
             world.backend,
-            store=store,
+            store=meeting.store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=timeout),
@@ -434,92 +449,31 @@ def _open(world: World, timeout: float) -> _Opened:
     except BaseException as error:
         _close_after_error(opened, error)
         raise
-    if channel is not None:
-        channel.add(_OPENED, 1)
+    if meeting.channel is not None:
+        meeting.channel.add(_OPENED, 1)
     _logger.info(
-        "[rank %d/%d] local rank %d of %d on node %d of %d (read from: %s), device %s, backend %s",
-        *(world.rank, world.world_size, world.local_rank, world.local_world_size),
-        *(world.node_rank, world.num_nodes, world.source, world.device, world.backend),
+        "[rank %d/%d] opened a group: %s, device %s, backend %s",
+        *(world.rank, world.world_size, describe(world), world.device, world.backend),
     )
     _state.opened = opened
     return opened
 
 
-def _rendezvous(world: World, timeout: float) -> tuple[Store, Channel | None]:
-    if world.source == "none":
-        return HashStore(), None
-    label = _next_label(world)
-    if _must_serve(world):
-        _serve_once(world, timeout)
-    assert world.master_addr is not None
-    assert world.master_port is not None
-    address = (world.master_addr, world.master_port)
-    deadline = time.monotonic() + timeout
-    client = stores.connect(*address, timeout, lambda: _waiting_for_server(world))
-    if world.world_size == 1:
-        return PrefixStore(label, client), None
-    side = stores.connect(*address, timeout)
-    channel = open_channel(PrefixStore(f"{label}/control", side), world, label, timeout)
-    try:
-        _await_members(channel, world, deadline, timeout)
-        channel.check_joined()  # torch would wait for one that has ended until its time-out
-    except BaseException:
-        # A rank that comes later must not take this one, which has given up, for present.
-        with contextlib.suppress(GroupError):
-            channel.withdraw()
-            if _must_serve(world):
-                _serve_until(channel.is_alone)
-        channel.close()
-        raise
-    return PrefixStore(label, client), channel
+def _set_interface(world: World, meeting: Meeting) -> None:
+    """Name the interface to gloo that the other ranks reach this one by."""
+    if "gloo" not in world.backend and not meeting.by_loopback:
+        return  # NCCL finds its interface by itself
+    chosen = interface_for_gloo(world, meeting, os.environ.get(INTERFACE_VARIABLE))
+    if chosen is not None:
+        os.environ[INTERFACE_VARIABLE] = chosen
 
 
 def _next_label(world: World) -> str:
-    """Name a world: a store may serve several in a row, and several attempts of torchrun."""
+    """Name a world: a store may serve several in a row."""
+    if world.source == "none":
+        return "ddpkit"  # nobody shares its store
     _state.generations += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"ddpkit/{world.source}/{attempt}/{_state.generations}"
-
-
-def _must_serve(world: World) -> bool:
-    """Tell whether rank 0 hosts the store, because the launcher does not."""
-    if world.source == "torchrun":
-        return world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return world.rank == 0 and world.source == "environment"
-
-
-def bind_address(master_addr: str) -> str:
-    """Choose what the store's server listens on: loopback alone where the ranks use loopback."""
-    if master_addr in ("localhost", "ip6-localhost"):
-        return stores.LOOPBACK
-    if is_loopback(master_addr):
-        return master_addr
-    return "::" if ":" in master_addr else "0.0.0.0"  # other machines connect
-
-
-def _serve_once(world: World, timeout: float) -> None:
-    """Host the store on rank 0; torch cannot close one that a group used, so keep it until exit."""
-    assert world.master_addr is not None
-    assert world.master_port is not None
-    address = (world.master_addr, world.master_port)
-    if address not in _state.servers:
-        listener = stores.listen(bind_address(world.master_addr), world.master_port)
-        _state.servers[address] = stores.serve(listener, timeout)
-
-
-def open_channel(store: Store, world: World, label: str, bound: float) -> Channel:
-    """Open this rank's end of the side channel."""
-    return Channel(
-        store,
-        rank=world.rank,
-        world_size=world.world_size,
-        label=label,
-        secret=_secret(),
-        bound=bound,
-        # Variables that do not belong to the group tell of no nodes; then each host is one.
-        node=_host() if world.source == "group" else str(world.node_rank),
-        heartbeat=world.source != "ddpkit",
-    )
+    return f"ddpkit/{world.source}/{_state.generations}"
 
 
 def set_secret(secret: bytes) -> None:
@@ -529,69 +483,6 @@ def set_secret(secret: bytes) -> None:
 
 def _secret() -> bytes:
     return _state.secret or os.environ.get(SECRET_VARIABLE, "").encode()
-
-
-def _await_members(channel: Channel, world: World, deadline: float, timeout: float) -> None:
-    others = [rank for rank in range(world.world_size) if rank != world.rank]
-    missing = others
-    given_up: list[int] = []
-
-    def everyone_is_here() -> bool:
-        nonlocal missing
-        missing = channel.absent(missing)
-        return not missing and not given_up
-
-    def notice(ranks: object) -> None:
-        _logger.warning(
-            "[rank %d/%d] waiting for %s of %d at %s:%s (read from: %s)",
-            *(world.rank, world.world_size, name_ranks(missing), world.world_size),
-            *(world.master_addr, world.master_port, world.source),
-        )
-
-    while True:
-        try:
-            arrived = channel.wait(
-                everyone_is_here,
-                # One that is here already may end before the last one comes.
-                lambda: [rank for rank in others if rank not in given_up],
-                timeout=deadline - time.monotonic(),
-                notice_after=_NOTICE_AFTER,
-                notice=notice,
-            )
-            break
-        except PeerError as error:
-            # One whose time was up a moment earlier, and which has said so, is no cause.
-            if not channel.has_withdrawn(error.rank):
-                raise
-            given_up.append(error.rank)
-    if not arrived:
-        raise GroupError(_describe_missing(world, missing, given_up, timeout))
-
-
-def _describe_missing(
-    world: World, missing: Sequence[int], given_up: Sequence[int], timeout: float
-) -> str:
-    before = f" ({name_ranks(given_up)} gave up before)" if given_up else ""
-    return (
-        f"[rank {world.rank}/{world.world_size}] {name_ranks([*missing] or given_up)} did not join "
-        f"within {timeout:.0f} s at {world.master_addr}:{world.master_port}{before}. WORLD_SIZE="
-        f"{world.world_size} was read from: {world.source}. Start the missing ranks or correct "
-        "WORLD_SIZE."
-    )
-
-
-def _waiting_for_server(world: World) -> str:
-    return (
-        f"[rank {world.rank}/{world.world_size}] waiting for the store of rank 0 at "
-        f"{world.master_addr}:{world.master_port} (read from: {world.source})"
-    )
-
-
-def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
-    """Name ranks in a message: `rank 1`, or `ranks 1, 2, 3 and 40 more`."""
-    shown = ", ".join(str(rank) for rank in ranks[:limit])
-    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
 
 
 # ------------------------------------------------------------------------------------- closing
@@ -606,8 +497,8 @@ def _close(opened: _Opened) -> None:
         if group_is_open():
             dist.destroy_process_group()
         if channel is not None:
-            channel.leave(Departure(world.rank, _host(), failed=False))
-            if _must_serve(world):
+            channel.leave(Departure(world.rank, socket.gethostname(), failed=False))
+            if must_serve(world):
                 _await_farewells(channel)
     finally:
         _forget(opened)
@@ -658,12 +549,18 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
 
     def close() -> None:
         if channel is not None:
+            if _may_come_of_an_end(error):
+                _tell_who_has_ended(channel, world, error)
             record = record_exception(error)
-            channel.leave(Departure(world.rank, _host(), True, record.summary, record.traceback))
+            last_words = Departure(
+                world.rank, socket.gethostname(), True, record.summary, record.traceback
+            )
+            with contextlib.suppress(GroupError):  # the store has gone, and whom would it concern
+                channel.leave(last_words)
         if group_is_open():
             dist.destroy_process_group()
-        if channel is not None and _must_serve(world):
-            _serve_until(lambda: len(channel.departures()) == world.world_size)
+        if channel is not None and must_serve(world):
+            serve_until(lambda: len(channel.departures()) == world.world_size)
 
     # Both steps can block: the store's process may be stopped, NCCL may wait for queued work.
     closer = threading.Thread(target=_quietly, args=(close,), name="ddpkit-close", daemon=True)
@@ -674,16 +571,40 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
     _forget(opened)
 
 
+def _may_come_of_an_end(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, DdpkitError)
+
+
+def _tell_who_has_ended(channel: Channel, world: World, error: BaseException) -> None:
+    """Name the rank behind an error of torch's, which only says that a connection was closed."""
+    if world.source == "ddpkit":
+        return  # the parent knows what became of every rank
+    cause = _find_who_has_ended(channel, world)
+    if cause is None:
+        return
+    if not has_watcher(world):
+        _logger.warning("%s", cause)
+    if error.__cause__ is None and is_likely_consequence(error):
+        error.__cause__ = cause  # and so it is in torchrun's report
+
+
+def _find_who_has_ended(channel: Channel, world: World) -> PeerError | None:
+    deadline = time.monotonic() + _OBITUARY_BOUND
+    while time.monotonic() < deadline:
+        try:
+            # The store of torchrun is not rank 0's, so its end says nothing of that.
+            channel.check_processes() if has_watcher(world) else check_peers(channel)
+        except PeerError as cause:
+            return cause
+        except GroupError:
+            return None
+        time.sleep(0.05)  # connections are closed a moment before a process has ended
+    return None
+
+
 def _stop_watching(opened: _Opened) -> None:
     if opened.watch is not None:
         opened.watch.stop()
-
-
-def _serve_until(ready: Callable[[], bool]) -> None:
-    """Keep the store of this process up for a moment, so that the others learn why it goes."""
-    deadline = time.monotonic() + _LAST_WORDS_BOUND
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def _quietly(function: Callable[[], None]) -> None:
@@ -697,10 +618,6 @@ def _forget(opened: _Opened) -> None:
     _state.opened = None
     if opened.channel is not None:
         opened.channel.close()
-
-
-def _host() -> str:
-    return socket.gethostname()
 
 
 # ----------------------------------------------------------------------------- for collectives
@@ -764,8 +681,8 @@ def _adopt_channel() -> Channel:
     with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
         store = store.clone()
     _leave_at_exit()
-    channel = open_channel(PrefixStore(label, store), world, label, DEFAULT_TIMEOUT)
-    _await_members(channel, world, time.monotonic() + DEFAULT_TIMEOUT, DEFAULT_TIMEOUT)
+    channel = open_channel(PrefixStore(label, store), world, label, _secret(), DEFAULT_TIMEOUT)
+    await_members(channel, world, time.monotonic() + DEFAULT_TIMEOUT, DEFAULT_TIMEOUT)
     return channel
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddpkit.agree import exchange
 from ddpkit.digest import digests_of_order
 from ddpkit.errors import ConfigError, GroupError
-from ddpkit.group import get_channel, get_rank, get_world_size, name_ranks, require_group
+from ddpkit.group import get_channel, get_rank, get_world_size, require_group
 from ddpkit.lockstep import PassCheck, PassFacts, while_all_have_one
 from ddpkit.permutation import derive_seed
 from ddpkit.prefetch import move, moved_ahead, moves_ahead
@@ -41,6 +41,7 @@ from ddpkit.sampler import (
 )
 from ddpkit.serving import MapServer, Pass, Reply, Request, Server, WorkerSetup
 from ddpkit.stream import OwnStreamServer, StreamBatches, StreamServer
+from ddpkit.wording import name_ranks
 
 __all__ = ["ShardedLoader", "sharded_loader"]
 

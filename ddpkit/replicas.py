@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError
-from ddpkit.group import communication_device, name_ranks, require_group
-from ddpkit.wording import shortened
+from ddpkit.group import communication_device, require_group
+from ddpkit.wording import name_ranks, shortened
 from ddpkit.wrap import unwrap
 
 __all__ = ["Entry", "Gap", "assert_replicas_equal", "find_difference", "gap_between"]

@@ -7,19 +7,26 @@ import errno
 import logging
 import os
 import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.distributed import TCPStore
 from torch.torch_version import TorchVersion
 
 from ddpkit.errors import GroupError
+from ddpkit.topology import is_loopback
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -29,8 +36,21 @@ _BACKLOG = 4096  # every rank may connect before the server accepts its first cl
 _PROBE_PAUSE = 0.05
 _RESOLVER_VARIABLE = "RES_OPTIONS"
 _NOTICE_AFTER = 3.0
+_CONNECT_BOUND = 1.0
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at an address has found there."""
+
+    what: str
+    """For a message: `nobody listens`, or what answers instead of the store that was looked for."""
+    store: TCPStore | None = None
+    """A client of the store that was looked for, None where that is not there."""
+    strange: bool = False
+    """Whether something that does not answer as a store accepts connections there."""
 
 
 def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -92,6 +112,52 @@ def serve(listener: socket.socket, timeout: float) -> TCPStore:
         listener.close()
 
 
+def bind_address(host: str) -> str:
+    """Choose what a server listens on: loopback alone where its clients use loopback.
+
+    Args:
+        host: The host as the clients know it.
+
+    Returns:
+        An address of this machine, or the one that stands for all its addresses.
+    """
+    if host in ("localhost", "ip6-localhost"):
+        return LOOPBACK
+    if is_loopback(host):
+        return host
+    return "::" if ":" in host or _has_ipv6_alone(host) else "0.0.0.0"  # other machines connect
+
+
+def _has_ipv6_alone(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return {family for family, *_ in found} == {socket.AF_INET6}
+
+
+def serve_kept(
+    servers: MutableMapping[tuple[str, int], TCPStore], host: str, port: int, timeout: float
+) -> TCPStore:
+    """Serve a store until this process ends, for torch cannot close one that a group has used.
+
+    Args:
+        servers: The stores that this process serves, by address; a new one is added to it.
+        host: The host as the clients know it.
+        port: Port to serve on.
+        timeout: Bound in seconds of the store's own waits.
+
+    Returns:
+        The store, which may have been there before.
+
+    Raises:
+        GroupError: The port is taken.
+    """
+    if (host, port) not in servers:
+        servers[host, port] = serve(listen(bind_address(host), port), timeout)
+    return servers[host, port]
+
+
 def connect(
     host: str, port: int, timeout: float, notice: Callable[[], str] | None = None
 ) -> TCPStore:
@@ -133,9 +199,84 @@ def connect(
         ) from error
 
 
-def _open_in_thread(host: str, make: Callable[[], TCPStore], bound: float) -> TCPStore:
+def look_for(host: str, port: int, key: str, value: str, bound: float) -> Found:
+    """Look whether the store that is wanted is at an address where anything may be.
+
+    Only what says of itself that it is a store is read, and nothing is written to it.
+
+    Args:
+        host: Host of the server.
+        port: Port of the server.
+        key: Key that a store of a known launch has.
+        value: What the wanted store holds there.
+        bound: Seconds for an answer.
+
+    Returns:
+        What is there.
+    """
+    try:
+        socket.create_connection((host, port), timeout=min(bound, _CONNECT_BOUND)).close()
+    except ConnectionRefusedError:
+        return Found("nobody listens")
+    except OSError as error:
+        return Found(f"cannot be reached: {error}")
+
+    def ask() -> tuple[TCPStore, str | None]:
+        within = timedelta(seconds=bound)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
+        return store, store.get(key).decode(errors="replace") if store.check([key]) else None
+
+    before = _connections(port)
+    try:
+        store, found = _open_in_thread(host, ask, bound)
+    except FutureTimeoutError:
+        _hang_up(port, before)
+        return Found("accepts connections and stays silent", strange=True)
+    except RuntimeError:
+        return Found("does not answer as a store", strange=True)
+    if found == value:
+        return Found("the store", store)
+    return Found(f"the store of {found}" if found else "a store without a name")
+
+
+def _connections(port: int) -> dict[int, int]:
+    """Find the sockets of this process that are connected to a port: inode and descriptor."""
+    found = {}
+    for entry in Path("/dev/fd").iterdir():
+        descriptor = int(entry.name)
+        with contextlib.suppress(OSError):  # the listing's own descriptor, or no connection
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                with _borrowed(descriptor) as connection:
+                    peer = connection.getpeername()
+                if isinstance(peer, tuple) and peer[1] == port:
+                    found[status.st_ino] = descriptor
+    return found
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Wrap a socket of somebody else; with a default time-out Python would change its mode."""
+    blocking = os.get_blocking(descriptor)
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        os.set_blocking(descriptor, blocking)
+        yield connection
+
+
+def _hang_up(port: int, before: dict[int, int]) -> None:
+    """End the connections to a port that were opened since, so that who waits there goes on.
+
+    A client of torch's waits in C without a bound; its thread would stay as long as the server.
+    """
+    for inode, descriptor in _connections(port).items():
+        if inode not in before:
+            with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_in_thread(host: str, make: Callable[[], T], bound: float) -> T:
     """Make a store in a thread of its own, for a bound and for that thread's resolver."""
-    opened: Future[TCPStore] = Future()
+    opened: Future[T] = Future()
 
     def work() -> None:
         try:
@@ -144,7 +285,7 @@ def _open_in_thread(host: str, make: Callable[[], TCPStore], bound: float) -> TC
             opened.set_exception(error)
 
     # The name of a server on another machine has to be found, however long that takes.
-    local = host == "localhost" or host.startswith("127.")
+    local = host in ("localhost", "::1") or host.startswith("127.")
     with _impatient_resolver() if local else contextlib.nullcontext():
         threading.Thread(target=work, name="ddpkit-connect", daemon=True).start()
         return opened.result(bound)

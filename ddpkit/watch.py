@@ -1,8 +1,9 @@
 """The end of a rank that nobody watches and that waits for a rank that is gone.
 
-Under ddpkit's own launch the parent stops the ranks, and under torchrun its agent does. Where the
-variables were set by hand there is neither, and a collective need not notice that a peer has died:
-NCCL waits for its time-out. So a thread in each rank looks whether the others are there.
+Under ddpkit's own launch the parent stops the ranks, and under torchrun its agent does. Where SLURM
+or MPI started them, or the variables were set by hand, there is neither, and a collective need not
+notice that a peer has died: NCCL waits for its time-out. So a thread in each rank looks whether the
+others are there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _EVERY = 1.0
 _GRACE = 5.0
 _LOOK_EVERY = 0.05
 _ENDED_STATUS = 1
+_SERVER = 0  # the rank that serves the store where nobody else watches
 _STDERR = 2  # the descriptor, for what stands in its place may not be a file
 
 _came_back = threading.Event()
@@ -43,6 +45,20 @@ def end_process(text: str) -> None:
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note_that_it_came_back)
 
 
+def check_peers(channel: Channel) -> None:
+    """Raise `PeerError` if a rank has ended that has not left in order, as far as is seen here.
+
+    Args:
+        channel: The side channel of a world whose rank 0 serves the store.
+    """
+    try:
+        channel.absent([_SERVER])  # reads who that is, for when its store does not answer
+        channel.check_processes()
+    except GroupError:
+        # A store that is silent says nothing of the ranks, one that is gone does: of rank 0.
+        channel.check_server(_SERVER)
+
+
 class PeerWatch:
     """Ends this process when a peer has gone and its main thread is stuck in a blocked call.
 
@@ -64,14 +80,14 @@ class PeerWatch:
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_EVERY):
+        while True:
             try:
-                self._channel.check_processes()
+                check_peers(self._channel)
             except PeerError as error:
                 if self._is_stuck():
                     end_process(f"{error}\nThis rank is ended, for it is stuck in this call:")
-            except GroupError:
-                continue  # the store is silent or gone, which says nothing of the ranks
+            if self._stopped.wait(_EVERY):
+                return
 
     def _is_stuck(self) -> bool:
         """Tell whether the main thread stays away from the interpreter for the whole grace."""

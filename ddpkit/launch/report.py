@@ -5,27 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import NoReturn
 
-from ddpkit.errors import GroupError, PeerError, RankFailure, WorkerError, WorkerTimeoutError
-from ddpkit.group import name_ranks
+from ddpkit.consequence import CONSEQUENCES, classify
+from ddpkit.errors import RankFailure, WorkerError, WorkerTimeoutError
 from ddpkit.serialize import ExceptionRecord, origin_of, record_exception
+from ddpkit.wording import name_ranks
 
-_CONSEQUENCES = frozenset({"transport", "peer"})
 _MOST_LINES = 16
-# Where an error of a collective surfaces: in torch.distributed, in DDP, or in the backward pass
-# that DDP reduces in. Its text is no evidence, for gloo has many.
-_TRANSPORT_PLACES = (
-    "torch/distributed/",
-    "torch/nn/parallel/",
-    "torch/autograd/graph.py",
-    "ddpkit/control.py",
-)
 
 
 @dataclass(frozen=True)
@@ -134,41 +125,9 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def classify(error: BaseException) -> str:
-    """Tell a cause from what is likely a consequence of another rank's end."""
-    if isinstance(error, PeerError):
-        return "peer"
-    if isinstance(error, SystemExit):
-        return "exit"
-    if isinstance(error, RuntimeError) and _is_transport(error):
-        return "transport"
-    return "group" if isinstance(error, GroupError) else "exception"
-
-
-def _is_transport(error: RuntimeError) -> bool:
-    if isinstance(error, GroupError):
-        frames = traceback.extract_tb(error.__traceback__)[-1:]
-        return any(
-            frame.filename.replace("\\", "/").endswith("ddpkit/control.py") for frame in frames
-        )
-    if type(error).__module__ not in ("builtins", "torch", "torch.distributed", "torch._C"):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    return any(
-        place in frame.filename.replace("\\", "/")
-        for frame in frames
-        for place in _TRANSPORT_PLACES
-    )
-
-
-def is_likely_consequence(error: BaseException) -> bool:
-    """Tell whether an exception of this rank likely has its cause in another rank."""
-    return classify(error) in _CONSEQUENCES
-
-
 def is_consequence(failure: Failure) -> bool:
     """Tell whether a failure likely has its cause in another rank."""
-    return failure.info.kind in _CONSEQUENCES
+    return failure.info.kind in CONSEQUENCES
 
 
 def is_about_others(failure: Failure) -> bool:
@@ -245,7 +204,7 @@ def fold(failures: Sequence[RankFailure]) -> list[str]:
             alike.setdefault(_likeness(failure), []).append(failure)
     lines = [
         f"{name_ranks(sorted(each.rank for each in those))}: {_first_line(those[0].summary)}"
-        f"{' (a consequence)' if those[0].kind in _CONSEQUENCES else ''}"
+        f"{' (a consequence)' if those[0].kind in CONSEQUENCES else ''}"
         for those in alike.values()
     ]
     left_out = len(lines) - _MOST_LINES
@@ -255,7 +214,7 @@ def fold(failures: Sequence[RankFailure]) -> list[str]:
 def _likeness(failure: RankFailure) -> str:
     """What failures have in common that one line tells of; transport texts name their own peer."""
     line = _first_line(failure.summary)
-    return line.partition(":")[0] if failure.kind in _CONSEQUENCES else line
+    return line.partition(":")[0] if failure.kind in CONSEQUENCES else line
 
 
 def describe_places(unfinished: Mapping[int, Stack | None]) -> str:

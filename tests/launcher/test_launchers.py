@@ -147,7 +147,7 @@ def test_a_legacy_script_may_end_right_after_its_last_call(tmp_path: Path) -> No
         assert [output for output, _ in outputs] == ["30000000"] * 2
 
 
-def test_a_slurm_step_is_refused_rather_than_run_alone(tmp_path: Path) -> None:
+def test_a_part_of_a_slurm_step_is_refused_rather_than_run_alone(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     variables = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -160,4 +160,4 @@ def test_a_slurm_step_is_refused_rather_than_run_alone(tmp_path: Path) -> None:
         check=False,
     )
     assert finished.returncode != 0
-    assert "ConfigError: This process is task 1 of 2 of a SLURM step" in finished.stderr
+    assert "ConfigError: The variables of a SLURM step are incomplete: set are" in finished.stderr

@@ -24,7 +24,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from ddpkit import (
     ShardedLoader,
-    World,
     accumulate,
     all_ranks,
     any_rank,
@@ -36,7 +35,6 @@ from ddpkit import (
     gather,
     gather_cat,
     get_rank,
-    group,
     latest_checkpoint,
     loss_weight,
     on_rank0,
@@ -45,6 +43,7 @@ from ddpkit import (
     rank0_save,
     reduce_mean,
     reduce_sum,
+    rendezvous,
     sharded_loader,
     stop_requested,
 )
@@ -53,6 +52,7 @@ from ddpkit.checkpoint import SaveHandle
 from ddpkit.control import Channel
 from ddpkit.errors import WorkerError
 from ddpkit.testing import assert_replicas_equal, run_ranks
+from ddpkit.topology import Topology
 from tests.multiproc.hand_set import with_hand_set_variables
 
 PATIENCE = 30.0  # a test that takes this long has failed
@@ -260,13 +260,15 @@ def run_with_a_death(function: Callable[[], object], folder: Path) -> str:
 @contextmanager
 def patient_rendezvous() -> Iterator[None]:
     """Let ranks come late to a group of a short time-out, because the machine may be busy."""
-    in_time = group._await_members
+    in_time = rendezvous.await_members
 
-    def patiently(channel: Channel, world: World, deadline: float, timeout: float) -> None:
-        in_time(channel, world, deadline + PATIENCE, timeout)
+    def patiently(
+        channel: Channel, place: Topology, deadline: float, *rest: Any, **more: Any
+    ) -> None:
+        in_time(channel, place, deadline + PATIENCE, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_await_members", patiently)
+        patch.setattr(rendezvous, "await_members", patiently)
         yield
 
 
@@ -324,13 +326,13 @@ def test_a_rank_0_that_dies_at_its_work_ends_the_wait_of_the_others(folder: Path
 
 
 def test_a_peer_that_died_when_it_had_joined_ends_the_entering(folder: Path) -> None:
-    def die_here(*args: object) -> None:
+    def die_here(*args: object, **options: object) -> None:
         (folder / "dying").touch()
         die()
 
     def function() -> None:
         if os.environ["RANK"] == "1":
-            group._await_members = die_here  # type: ignore[assignment]
+            rendezvous.await_members = die_here
         else:
             wait_for(folder / "dying")
             time.sleep(0.1)
@@ -341,7 +343,7 @@ def test_a_peer_that_died_when_it_had_joined_ends_the_entering(folder: Path) -> 
 
 
 def test_a_peer_that_dies_while_a_third_is_awaited_ends_the_entering(folder: Path) -> None:
-    def die_here(*args: object) -> None:
+    def die_here(*args: object, **options: object) -> None:
         time.sleep(0.2)
         die()
 
@@ -349,7 +351,7 @@ def test_a_peer_that_dies_while_a_third_is_awaited_ends_the_entering(folder: Pat
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         rank = os.environ["RANK"]
         if rank == "1":
-            group._await_members = die_here  # type: ignore[assignment]
+            rendezvous.await_members = die_here
         if rank == "2":
             stay_away(folder)
         else:
@@ -380,7 +382,7 @@ def by_hand(function: Callable[[], object]) -> Callable[[], None]:
     """Set the variables by hand; a rank 0 that serves the store then ends sooner than it would."""
 
     def rank() -> None:
-        group._LAST_WORDS_BOUND = 0.1
+        rendezvous.LAST_WORDS_BOUND = 0.1
         function()
 
     return with_hand_set_variables(rank)

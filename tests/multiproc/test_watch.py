@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpkit import barrier, process_group, watch
+from ddpkit import barrier, group, process_group, watch
 from ddpkit.errors import PeerError, WorkerError
 from ddpkit.launch.output import write_to_descriptors
 from ddpkit.testing import run_ranks
@@ -34,8 +34,9 @@ def start(
     die: Callable[[], Any],
     folder: Path,
     error: type[Exception] = WorkerError,
+    dying: int = 1,
 ) -> None:
-    """Run two ranks with hand-set variables: rank 1 ends, rank 0 has to see that by itself."""
+    """Run two ranks with hand-set variables: one ends, the other has to see that by itself."""
 
     def rank() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent must not help
@@ -44,12 +45,12 @@ def start(
         write_to_descriptors()
         with process_group():
             barrier()
-            die() if os.environ["RANK"] == "1" else survive()
+            die() if os.environ["RANK"] == str(dying) else survive()
 
     started = time.monotonic()
     with pytest.raises(error, match=r"exit code 7|the cause"):
         run_ranks(with_hand_set_variables(rank), init_group=False, shutdown_grace=30)
-    assert time.monotonic() - started < 20  # rank 0 has ended long before it would be killed
+    assert time.monotonic() - started < 20  # it has ended long before it would be killed
 
 
 def test_a_rank_that_is_stuck_when_a_peer_has_gone_is_ended_with_its_stack(tmp_path: Path) -> None:
@@ -118,4 +119,49 @@ def test_a_rank_that_is_stuck_for_a_while_beside_healthy_ones_goes_on(tmp_path: 
         os._exit(7)
 
     start(survive, live_on, tmp_path)
+    assert (tmp_path / "went on").exists()
+
+
+# ------------------------------------------------------------------- rank 0, which serves the store
+
+
+def test_a_rank_that_is_stuck_when_rank_0_has_gone_is_ended_too(tmp_path: Path) -> None:
+    def survive() -> None:
+        (tmp_path / "blocked").touch()
+        block_in_c(600)
+
+    def die() -> None:
+        while not (tmp_path / "blocked").exists():
+            time.sleep(0.01)
+        os._exit(7)
+
+    start(survive, die, tmp_path, dying=0)
+    text = (tmp_path / "stderr-1").read_text()
+    assert "[rank 1/2] Rank 0 (process " in text
+    assert "has ended, and with it the store that the ranks talk through" in text
+    assert "in block_in_c" in text
+
+
+def test_a_rank_that_is_stuck_when_rank_0_has_failed_is_told_why(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise KeyError("the cause")
+
+    start(lambda: block_in_c(600), fail, tmp_path, dying=0)  # it serves on until rank 1 has ended
+    text = (tmp_path / "stderr-1").read_text()
+    assert "Rank 0 " in text
+    assert "KeyError: 'the cause'" in text
+    assert "in block_in_c" in text
+
+
+def test_a_rank_in_a_long_call_goes_on_when_rank_0_has_left_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_FAREWELL_BOUND", 0.5)
+
+    def survive() -> None:
+        block_in_c(4)
+        (tmp_path / "went on").touch()
+        os._exit(7)
+
+    start(survive, lambda: None, tmp_path, dying=0)
     assert (tmp_path / "went on").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store
 
 from ddpkit import control
 from ddpkit import store as stores
@@ -463,6 +463,67 @@ def test_no_heartbeats_where_nobody_needs_them(
     assert beating.rank != quiet.rank
 
 
+# ------------------------------------------------------------------------- a store that is gone
+
+
+def test_a_server_whose_process_has_ended_is_named(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = make_channel(0, 3)
+    join_as(make_channel, dataclasses.replace(this_member(), started="1"), monkeypatch)
+    channel.check_server(1)  # of which this rank has not read who it is
+    channel.absent([1])
+    with pytest.raises(PeerError, match=r"Rank 1 \(.* has ended, and with it the store"):
+        channel.check_server(1)
+
+
+def test_a_server_that_runs_is_not(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = make_channel(0, 3)
+    join_as(make_channel, this_member(), monkeypatch)
+    channel.absent([1])
+    channel._cut_off = True
+    channel.check_server(1)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_server_that_had_left_before_is_named_only_if_it_had_failed(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    channel = make_channel(0, 3)
+    join_as(make_channel, dataclasses.replace(this_member(), started="1"), monkeypatch)
+    channel.absent([1])
+    make_channel(2, 3).leave(Departure(1, "node1", failed, "KeyError: 'x'"))
+    channel.departures()
+    if failed:
+        with pytest.raises(PeerError, match="KeyError: 'x'"):
+            channel.check_server(1)
+    else:
+        channel.check_server(1)
+
+
+def test_a_server_elsewhere_has_ended_if_its_connection_was_closed(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = make_channel(0, 3)
+    join_as(make_channel, dataclasses.replace(this_member(), machine="elsewhere"), monkeypatch)
+    channel.absent([1])
+
+    def fail(*args: object) -> None:
+        raise errors.pop()
+
+    errors: list[Exception] = [DistNetworkError("broken"), GroupError("has not answered")]
+    monkeypatch.setattr(channel._thread, "call", fail)
+    with pytest.raises(GroupError, match="not answered"):
+        channel.fetch("key")
+    channel.check_server(1)
+    with pytest.raises(GroupError, match="broken"):
+        channel.fetch("key")
+    with pytest.raises(PeerError, match="Rank 1"):
+        channel.check_server(1)
+
+
 # -------------------------------------------------------------------------------- departures
 
 
@@ -533,7 +594,7 @@ def test_a_long_wait_is_noticed_once(channel: Channel) -> None:
 
 
 def test_a_long_wait_polls_less_often() -> None:
-    pauses = [control._longest_pause(waited) for waited in (0.0, 10.0, 100.0)]
+    pauses = [control._longest_pause(waited, 2) for waited in (0.0, 10.0, 100.0)]
     assert pauses == sorted(set(pauses))
 
 

@@ -13,7 +13,6 @@ from ddpkit import group
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import (
     World,
-    bind_address,
     choose_backend,
     choose_device,
     get_device,
@@ -21,7 +20,6 @@ from ddpkit.group import (
     get_rank,
     get_world_size,
     is_rank0,
-    name_ranks,
     process_group,
     require_group,
     to_seconds,
@@ -107,36 +105,6 @@ def test_choice_of_backend(requested: str | None, device: str, expected: str) ->
 
 
 # -------------------------------------------------------------------------------- small helpers
-
-
-@pytest.mark.parametrize(
-    ("master", "listened"),
-    [
-        ("localhost", "127.0.0.1"),
-        ("ip6-localhost", "127.0.0.1"),
-        ("127.0.0.1", "127.0.0.1"),
-        ("127.0.1.1", "127.0.1.1"),
-        ("::1", "::1"),
-        ("node0", "0.0.0.0"),
-        ("10.0.0.1", "0.0.0.0"),
-        ("fe80::1", "::"),
-    ],
-)
-def test_address_to_listen_on(master: str, listened: str) -> None:
-    assert bind_address(master) == listened
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([1], "rank 1"),
-        ([1, 2], "ranks 1, 2"),
-        (list(range(8)), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
-        (list(range(10_000)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9992 more"),
-    ],
-)
-def test_names_of_ranks(ranks: list[int], text: str) -> None:
-    assert name_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ddpkit.consequence import classify
 from ddpkit.errors import (
     GroupError,
     PeerError,
@@ -18,7 +19,6 @@ from ddpkit.launch import report
 from ddpkit.launch.report import (
     Failure,
     Stack,
-    classify,
     common_exit,
     count_memory_kills,
     describe,

@@ -47,6 +47,34 @@ def listening_sockets(port: int) -> list[str]:
     return [host for host, number in addresses if int(number, 16) == port]
 
 
+def resolve_by_name(host: str, *args: Any, **options: Any) -> list[Any]:
+    if host == "unknown":
+        raise socket.gaierror("Name or service not known")
+    families = {"only-ipv6": [socket.AF_INET6], "both": [socket.AF_INET6, socket.AF_INET]}
+    return [(family, None, None, "", ()) for family in families.get(host, [socket.AF_INET])]
+
+
+@pytest.mark.parametrize(
+    ("master", "listened"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("ip6-localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1"),
+        ("::1", "::1"),
+        ("node0", "0.0.0.0"),
+        ("10.0.0.1", "0.0.0.0"),
+        ("fe80::1", "::"),
+        ("only-ipv6", "::"),
+        ("both", "0.0.0.0"),
+        ("unknown", "0.0.0.0"),
+    ],
+)
+def test_address_to_listen_on(master: str, listened: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_by_name)
+    assert stores.bind_address(master) == listened
+
+
 def test_the_port_is_free_again_when_the_store_is_gone() -> None:
     listener = stores.listen()
     port = listener.getsockname()[1]
@@ -125,6 +153,45 @@ def test_a_long_wait_says_once_what_it_waits_for(
     with caplog.at_level(logging.WARNING), pytest.raises(GroupError):
         stores.connect("127.0.0.1", free_port(), 0.5, lambda: "waiting for rank 0")
     assert [record.getMessage() for record in caplog.records] == ["waiting for rank 0"]
+
+
+# ------------------------------------------------------------------------------ looking for a store
+
+
+def test_the_store_that_is_looked_for() -> None:
+    listener = stores.listen()
+    port = listener.getsockname()[1]
+    server = stores.serve(listener, timeout=10)
+    server.set("name", "mine")
+    found = stores.look_for("127.0.0.1", port, "name", "mine", 10.0)
+    assert found.store is not None
+    assert found.store.get("name") == b"mine"
+
+
+def test_a_look_at_what_is_not_the_store() -> None:
+    listener = stores.listen()
+    port = listener.getsockname()[1]
+    server = stores.serve(listener, timeout=10)
+
+    def look() -> stores.Found:
+        return stores.look_for("127.0.0.1", port, "name", "mine", 10.0)
+
+    assert look() == stores.Found("a store without a name")
+    server.set("name", "yours")
+    assert look() == stores.Found("the store of yours")
+    del server
+    assert look() == stores.Found("nobody listens")
+
+
+def test_a_look_at_a_silent_program_ends_its_own_connection_and_no_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        mine = socket.create_connection(("127.0.0.1", port))
+        with mine, silent.accept()[0] as theirs:
+            found = stores.look_for("127.0.0.1", port, "name", "mine", 0.3)
+            assert found.strange
+            theirs.sendall(b"still here")
+            assert mine.recv(100) == b"still here"
 
 
 # --------------------------------------------------------------------------------- name look-ups
