@@ -104,3 +104,9 @@ if not TYPE_CHECKING:  # who would take every name for a public one
 def __dir__() -> list[str]:
     """List what has been imported, and what will be."""
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("DDPKIT_LOG"):
+    from ddpkit.console import show_own_lines
+
+    show_own_lines(os.environ["DDPKIT_LOG"])

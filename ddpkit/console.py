@@ -204,6 +204,3 @@ class _TaggingFormatter(logging.Formatter):
         if not record.message.startswith(_TAG):
             record.message = _tag() + record.message
         return super().formatMessage(record)
-
-
-show_own_lines(os.environ.get("DDPKIT_LOG", ""))

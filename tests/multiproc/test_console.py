@@ -127,7 +127,9 @@ def test_own_lines_of_forked_ranks_go_to_their_own_standard_error(
 
     run_ranks(own_lines, init_group=False)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("INFO ddpkit.group: [rank 0/2] local rank 0 of 2 on node 0 of 1")
+    assert line.startswith(
+        "INFO ddpkit.group: [rank 0/2] opened a group: rank 0 of 2, local rank 0"
+    )
 
 
 SHOWN = """
@@ -146,4 +148,6 @@ def test_the_variable_shows_own_lines_of_a_program_and_of_its_ranks(method: str)
     )
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith("INFO ddpkit.group: [rank 0/2] local rank 0 of 2 on node 0 of 1")
+    assert line.startswith(
+        "INFO ddpkit.group: [rank 0/2] opened a group: rank 0 of 2, local rank 0"
+    )

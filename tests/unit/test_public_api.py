@@ -29,13 +29,10 @@ print(json.dumps({{"seconds": seconds, "forbidden": sorted(new.intersection({FOR
 def imported_for_type_checkers() -> dict[str, str]:
     """Return what `ddpkit/__init__.py` shows to type checkers: names, and their modules."""
     tree = ast.parse(Path(ddpkit.__file__).read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {
-        alias.name: node.module or ""
-        for node in imports
-        if (node.module or "").startswith("ddpkit.")
-        for alias in node.names
-    }
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    shown = next(node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in shown.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
 
 def test_all_is_sorted_and_is_what_can_be_imported() -> None:
