@@ -195,6 +195,9 @@ class Channel:
             not come to a call.
         node: Name of the node that this rank belongs to.
         heartbeat: Whether to give signs of life, for ranks on other machines.
+
+    Raises:
+        GroupError: Another process has opened the same rank's end.
     """
 
     def __init__(
@@ -228,6 +231,7 @@ class Channel:
         self._beat_count = 0
         self._raw = store
         self._thread = _StoreThread(store, bound, self._beat if heartbeat else None)
+        self._claim_rank()
         self._publish_member(node)
 
     # ------------------------------------------------------------------ messages
@@ -336,6 +340,17 @@ class Channel:
 
     # ------------------------------------------------------------------ members and departures
 
+    def _claim_rank(self) -> None:
+        if self.add(f"claims/{self.rank}", 1) == 1:
+            return
+        problem = (
+            f"Two processes say that they are rank {self.rank} of {self.world_size}, one of them "
+            f"process {os.getpid()} on {socket.gethostname()}. Give each process a RANK of its own."
+        )
+        self.leave(Departure(self.rank, socket.gethostname(), failed=True, summary=problem))
+        self.close()
+        raise GroupError(problem)
+
     def _publish_member(self, node: str) -> None:
         self.publish(f"member/{self.rank}", dump_value(replace(this_member(), node=node)))
         self._call(lambda store: _append(store, _machine_key(), f"{self.rank} "))
@@ -345,6 +360,7 @@ class Channel:
         """Take back that this rank has joined."""
         self.delete(f"member/{self.rank}")
         self.add("joined", -1)
+        self.add(f"claims/{self.rank}", -1)
 
     def everyone_joined(self) -> bool:
         """Tell whether all ranks have joined, by one message however many there are."""
@@ -513,7 +529,8 @@ class Channel:
         self, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]
     ) -> None:
         for departure in self.departures():
-            if departure.rank == self.rank or ready():
+            is_own = departure.rank == self.rank and not departure.failed
+            if is_own or ready():
                 continue
             if departure.failed:
                 raise PeerError(

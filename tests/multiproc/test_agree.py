@@ -131,6 +131,7 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank_with_a_hint() -> 
         assert later == "goes on"
 
 
+@pytest.mark.drill
 def test_work_on_rank_0_may_outlast_the_time_limit_of_collectives() -> None:
     def function() -> float:
         started = time.monotonic()
@@ -484,6 +485,7 @@ def test_a_barrier_may_wait_longer_than_the_group_says() -> None:
     assert run_ranks(function) == [("", "")] * 2
 
 
+@pytest.mark.drill
 def test_while_rank_0_waits_for_others_those_who_are_here_wait_with_it() -> None:
     def function() -> tuple[str, str]:
         # Rank 0 comes late, and then waits for rank 2 with a bound of its own.

@@ -85,6 +85,7 @@ def test_a_wrapped_model_goes_through_a_file_and_back(tmp_path: Path) -> None:
     run_ranks(use)
 
 
+@pytest.mark.drill
 def test_a_save_may_take_longer_than_the_time_out_of_collectives(tmp_path: Path) -> None:
     def use() -> None:
         check_group_works()
@@ -405,6 +406,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("target", ["x.pt", "."])
 def test_a_plain_program_ends_with_its_last_save_written_or_its_error_shown(
     tmp_path: Path, target: str

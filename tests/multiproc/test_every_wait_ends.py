@@ -207,6 +207,8 @@ CASES = {
     "backward": of_torch(lambda _: step.backward(), step.prepare),
     "backward of ddp()": of_torch(lambda _: own_step.backward(), own_step.prepare),
 }
+OFTEN = ("barrier", "on_rank0", "rank0_save", "ddp", "gather", "reduce_sum", "backward of ddp()")
+"""Those whose second of waiting for nobody is spent in each check; the others' in the drills."""
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -288,7 +290,13 @@ def test_a_dead_peer_ends_the_call_with_the_cause(case: Case, folder: Path) -> N
     assert re.search(case.dead, run_with_a_death(function, folder), re.DOTALL)
 
 
-@each_case
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in OFTEN else pytest.mark.drill)
+        for name, case in CASES.items()
+    ],
+)
 def test_a_missing_peer_ends_the_call_within_the_time_out_of_the_group(
     case: Case, folder: Path
 ) -> None:

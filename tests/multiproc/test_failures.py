@@ -63,7 +63,7 @@ def _promptly() -> Iterator[None]:
 # -------------------------------------------------------------------------------- exceptions
 
 
-@pytest.mark.parametrize("method", ["auto", "forkserver"])
+@pytest.mark.parametrize("method", ["auto", pytest.param("forkserver", marks=pytest.mark.drill)])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_caller_gets_the_exception_of_the_rank_that_failed(failing: int, method: str) -> None:
     with pytest.raises(KeyError) as caught:

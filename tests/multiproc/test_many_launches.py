@@ -165,6 +165,7 @@ def slow_preparation_data(name: str) -> dict[str, Any]:
 original_preparation_data = spawn.get_preparation_data
 
 
+@pytest.mark.drill
 def test_four_threads_launch_three_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
     check_launch(0, start_method="forkserver")  # which keeps a few descriptors from now on
     # What multiprocessing asks at each start takes long enough for the threads to meet there.

@@ -325,6 +325,7 @@ def test_survivors_of_a_failure_end_at_once_and_see_no_request(tmp_path: Path) -
     check_no_request(tmp_path)
 
 
+@pytest.mark.drill
 def test_a_time_limit_is_no_request(tmp_path: Path) -> None:
     with pytest.raises(WorkerTimeoutError):
         run_ranks(lambda: watch_for_requests(tmp_path), shutdown_grace=600, time_limit=2.0)

@@ -39,7 +39,7 @@ def cause_of(error: BaseException) -> WorkerError:
     return error.__cause__
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.drill)])
 def test_a_time_limit_ends_the_launch_and_says_where_each_rank_was(method: str) -> None:
     run_ranks(get_rank, start_method=method)  # a forkserver takes seconds to begin
     with pytest.raises(WorkerTimeoutError) as caught:
@@ -90,6 +90,7 @@ def test_a_barrier_that_ends_shows_where_the_missing_rank_is() -> None:
     assert "rank 1 was here: load_data at test_stacks.py:" in str(cause_of(caught.value))
 
 
+@pytest.mark.drill
 def test_a_stopped_rank_cannot_answer_and_that_is_said() -> None:
     def function() -> None:
         if get_rank() == 1:

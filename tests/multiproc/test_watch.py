@@ -153,6 +153,7 @@ def test_a_rank_that_is_stuck_when_rank_0_has_failed_is_told_why(tmp_path: Path)
     assert "in block_in_c" in text
 
 
+@pytest.mark.drill
 def test_a_rank_in_a_long_call_goes_on_when_rank_0_has_left_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -683,3 +683,75 @@ def test_closing_ends_the_helper_thread(store: HashStore) -> None:
     assert threading.active_count() == before + 1
     channel.close()
     assert threading.active_count() == before
+
+
+# ----------------------------------------------------------------------------------- joining
+
+
+def test_two_processes_cannot_be_the_same_rank(make_channel: MakeChannel) -> None:
+    first, other = make_channel(1, 3), make_channel(0, 3)
+    with pytest.raises(GroupError, match="Two processes say that they are rank 1 of 3"):
+        make_channel(1, 3)
+    for channel in (first, other):  # and all of them hear of it
+        with pytest.raises(PeerError, match="Two processes say that they are rank 1 of 3"):
+            wait(channel, [2])
+
+
+def test_a_rank_that_has_withdrawn_may_join_again(make_channel: MakeChannel) -> None:
+    make_channel(1).withdraw()
+    assert not make_channel(0).everyone_joined()
+    again = make_channel(1)
+    assert again.everyone_joined()
+
+
+def test_an_end_that_one_rank_sees_is_told_to_those_who_do_not_look(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channels = [make_channel(rank, 4) for rank in range(4)]
+    monkeypatch.setattr(control, "is_gone", lambda member: True)
+    with pytest.raises(PeerError, match=r"Rank 3 .* has ended without a word"):
+        wait(channels[0], [3])
+    monkeypatch.setattr(control, "is_gone", lambda member: False)
+    with pytest.raises(PeerError, match=r"Rank 3 .* has ended without a word"):
+        wait(channels[1], [0])
+    assert [departure.rank for departure in channels[2].departures()] == [3]
+
+
+def test_what_ranks_do_about_each_other_takes_messages_in_proportion(
+    make_channel: MakeChannel,
+) -> None:
+    counts = []
+    for world_size in (4, 16):
+        store = CountingStore()
+        channels = [
+            make_channel(rank, world_size, over=store, label=f"{world_size}", bound=20.0)
+            for rank in range(world_size)
+        ]
+        for channel in channels:
+            channel.check_processes()  # the first look learns who is where
+        store.calls = 0
+        for channel in channels:
+            assert channel.everyone_joined()
+            channel.check_processes()
+        counts.append(store.calls / world_size)
+    assert 0 < counts[1] <= counts[0]
+
+
+class CountingStore(HashStore):
+    """Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls += 1
+        return super().add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.calls += 1
+        return super().get(key)
