@@ -42,6 +42,7 @@ _LEADER_AFTER = 0.005  # most answers come sooner, and every look at the leader 
 _INLINE_BYTES = 64 * 1024
 _PLACES_SHOWN = 8
 _LATE_ONES = 16  # of hundreds of ranks not all are asked again and again whether they are here
+_READ_AT_ONCE = 64
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
 _ADVICE = (
@@ -395,14 +396,16 @@ class _Meeting:
 
         def everyone_is_here() -> bool:
             late = 0
-            for rank in tuple(missing):
-                other = self._reached(rank)
-                if other is not None:
-                    self._check_still_there(other, rank)
-                    arrived[rank] = self._contribution(other, rank)
-                    missing.remove(rank)
-                elif (late := late + 1) == _LATE_ONES:
-                    break
+            for rank, other in self._all_announced(tuple(missing)):
+                if not self._has_reached(other, rank):
+                    late += 1
+                    if late == _LATE_ONES:
+                        break
+                    continue
+                assert other is not None
+                self._check_still_there(other, rank)
+                arrived[rank] = self._contribution(other, rank)
+                missing.remove(rank)
             return not missing
 
         self._await_ranks(everyone_is_here, missing, timeout)
@@ -455,6 +458,14 @@ class _Meeting:
         payload = self._channel.fetch(f"at/{rank}", lasting=True)
         return None if payload is None else cast(_Call, load_value(payload))
 
+    def _all_announced(self, ranks: Sequence[int]) -> Iterator[tuple[int, _Call | None]]:
+        """Read what many ranks are in, some at once, as far as one goes on asking."""
+        for first in range(0, len(ranks), _READ_AT_ONCE):
+            some = ranks[first : first + _READ_AT_ONCE]
+            payloads = self._channel.fetch_lasting([f"at/{rank}" for rank in some])
+            for rank, payload in zip(some, payloads, strict=True):
+                yield rank, None if payload is None else cast(_Call, load_value(payload))
+
     def _publish(self, outcome: _Outcome) -> None:
         if len(self._party) > 1:  # what nobody reads nobody would remove
             key = f"{self._answers}/{self._channel.rank}/{self._call.number}"
@@ -505,11 +516,14 @@ class _Meeting:
     def _reached(self, rank: int) -> _Call | None:
         """What another rank is in, if it has come as far as this call, checking that it is this."""
         other = self._announced(rank)
+        return other if self._has_reached(other, rank) else None
+
+    def _has_reached(self, other: _Call | None, rank: int) -> bool:
         if other is None or other.number < self._call.number:
-            return None
+            return False
         if other.number == self._call.number:
             self._check_same(other, rank)
-        return other
+        return True
 
     def _check_same(self, other: _Call, rank: int) -> None:
         if self._call.name == other.name:
