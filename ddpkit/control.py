@@ -7,6 +7,7 @@ calls run on a helper thread, because torch's own time-out does not bound a serv
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -572,8 +573,9 @@ class Channel:
                 f"Rank {rank} (process {member.pid} on {member.host}) has ended without a word. If "
                 "nobody stopped it, the kernel's out-of-memory killer is the usual cause."
             )
-            if not self.has_withdrawn(rank):  # for those who do not look after it
-                self.leave(Departure(rank, member.host, failed=True, summary=found))
+            with contextlib.suppress(GroupError):  # the store may have gone with it
+                if not self.has_withdrawn(rank):  # for those who do not look after it
+                    self.leave(Departure(rank, member.host, failed=True, summary=found))
             raise PeerError(f"[rank {self.rank}/{self.world_size}] {found}", rank=rank)
 
     def _has_left(self, rank: int) -> bool:
