@@ -9,18 +9,15 @@ then a collective or a call of the store that waits for a lost machine raises wi
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import stat
 from collections.abc import Iterator
-from pathlib import Path
 
+from ddpkit.sockets import OpenSocket, borrowed, find_sockets
 from ddpkit.topology import is_loopback
 
 LOST_AFTER = 15
 """Seconds without an answer after which a machine counts as lost; shorter outages are survived."""
 
-_FOLDER = Path("/dev/fd")
 _QUIET_FOR = 5  # seconds after which the kernel asks the other one whether it is there
 _ASK_EVERY = 2
 # What has been sent and not been acknowledged is a question, too. (Where it is not Linux, that is
@@ -34,58 +31,51 @@ _OPTIONS = (
 )
 
 
+class Links:
+    """The connections to other machines that this process opens between the beginning and `end`."""
+
+    def __init__(self) -> None:
+        self._before = find_sockets(_leads_away)
+        self._opened: set[OpenSocket] = set()
+
+    def end(self) -> None:
+        """Have the kernel end those that were opened when the other machine is silent."""
+        self._opened = find_sockets(_leads_away) - self._before
+        for opened in self._opened:
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                _let_end(opened.descriptor)
+
+    def have_broken(self) -> bool:
+        """Tell whether one of them, or more, is connected no longer."""
+        return not self._opened <= find_sockets(_leads_away)
+
+
 @contextlib.contextmanager
-def ended_when_unreachable() -> Iterator[None]:
+def ended_when_unreachable() -> Iterator[Links]:
     """Let the connections to other machines end soon after those have gone that a block opens.
 
     Connections that were open before, and those within this machine, stay as they are. Where the
     system does not list descriptors, nothing is changed.
+
+    Yields:
+        These connections, which are known once the block is over.
     """
-    before = _connections()
-    yield
-    for descriptor in _connections() - before:
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            _let_end(descriptor[0])
+    links = Links()
+    yield links
+    links.end()
 
 
-def _connections() -> set[tuple[int, int]]:
-    """List the connections of this process to other machines: descriptor and inode."""
-    try:
-        descriptors = [int(entry.name) for entry in _FOLDER.iterdir()]
-    except OSError:
-        return set()
-    found = set()
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # such as the one that the listing itself had open
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode) and _leads_away(descriptor):
-                found.add((descriptor, status.st_ino))
-    return found
-
-
-def _leads_away(descriptor: int) -> bool:
-    with _borrowed(descriptor) as connection:
-        if connection.type != socket.SOCK_STREAM:
-            return False
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        here, there = connection.getsockname()[0], connection.getpeername()[0]
-        return here != there and not is_loopback(there.removeprefix("::ffff:"))
+def _leads_away(connection: socket.socket) -> bool:
+    if connection.type != socket.SOCK_STREAM:
+        return False
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    return here != there and not is_loopback(there.removeprefix("::ffff:"))
 
 
 def _let_end(descriptor: int) -> None:
-    with _borrowed(descriptor) as connection:
+    with borrowed(descriptor) as connection:
         for name, level, value in _OPTIONS:
             if hasattr(socket, name):
                 connection.setsockopt(level, getattr(socket, name), value)
-
-
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Wrap a descriptor of somebody else; with a default time-out Python would change its mode."""
-    blocking = os.get_blocking(descriptor)
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        try:
-            yield connection
-        finally:
-            os.set_blocking(descriptor, blocking)

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import socket
-import stat
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,6 +22,7 @@ from torch.distributed import TCPStore
 from torch.torch_version import TorchVersion
 
 from ddpkit.errors import GroupError
+from ddpkit.sockets import OpenSocket, borrowed, find_sockets
 from ddpkit.topology import is_loopback
 
 T = TypeVar("T")
@@ -239,39 +238,24 @@ def look_for(host: str, port: int, key: str, value: str, bound: float) -> Found:
     return Found(f"the store of {found}" if found else "a store without a name")
 
 
-def _connections(port: int) -> dict[int, int]:
-    """Find the sockets of this process that are connected to a port: inode and descriptor."""
-    found = {}
-    for entry in Path("/dev/fd").iterdir():
-        descriptor = int(entry.name)
-        with contextlib.suppress(OSError):  # the listing's own descriptor, or no connection
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                with _borrowed(descriptor) as connection:
-                    peer = connection.getpeername()
-                if isinstance(peer, tuple) and peer[1] == port:
-                    found[status.st_ino] = descriptor
-    return found
+def _connections(port: int) -> set[OpenSocket]:
+    """Find the sockets of this process that are connected to a port."""
+
+    def matches(connection: socket.socket) -> bool:
+        peer = connection.getpeername()
+        return isinstance(peer, tuple) and peer[1] == port
+
+    return find_sockets(matches)
 
 
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Wrap a socket of somebody else; with a default time-out Python would change its mode."""
-    blocking = os.get_blocking(descriptor)
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        os.set_blocking(descriptor, blocking)
-        yield connection
-
-
-def _hang_up(port: int, before: dict[int, int]) -> None:
+def _hang_up(port: int, before: set[OpenSocket]) -> None:
     """End the connections to a port that were opened since, so that who waits there goes on.
 
     A client of torch's waits in C without a bound; its thread would stay as long as the server.
     """
-    for inode, descriptor in _connections(port).items():
-        if inode not in before:
-            with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+    for opened in _connections(port) - before:
+        with contextlib.suppress(OSError), borrowed(opened.descriptor) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_in_thread(host: str, make: Callable[[], T], bound: float) -> T:
@@ -323,7 +307,7 @@ def _await_server(host: str, port: int, timeout: float, notice: Callable[[], str
                     f"No store answers at {host}:{port} after {waited:.0f} s ({error}). Check that "
                     "rank 0 has started, and that MASTER_ADDR and MASTER_PORT are right."
                 ) from error
-        if notice is not None and waited > _NOTICE_AFTER:
-            _logger.warning(notice())
-            notice = None
+            if notice is not None and waited > _NOTICE_AFTER:
+                _logger.warning("%s (%s)", notice(), error)
+                notice = None
         time.sleep(_PROBE_PAUSE)

@@ -18,7 +18,8 @@ STANDS_ON = {
     "mpi": "variables",
     "topology": "slurm mpi",
     "serialize": "errors",
-    "store": "topology",
+    "sockets": "",
+    "store": "topology sockets",
     "control": "topology serialize",
     "watch": "control",
     "pending": "",
@@ -69,11 +70,13 @@ STANDS_ON = {
     "plan": "partition rehearsal",
     "threads": "",
     "attempts": "",
-    "links": "topology",
+    "links": "topology sockets",
     "consequence": "errors",
     "launch": "group threads preempt",
     "entry": "launch agree",
     "testing": "entry replicas",
+    "doctor": "entry network threads wording",
+    "__main__": "doctor",
 }
 
 

@@ -86,3 +86,25 @@ def test_the_mode_of_a_descriptor_is_kept() -> None:
         assert is_watched(opened)
         assert opened.getblocking()
         assert os.get_blocking(opened.fileno())
+
+
+@pytest.mark.usefixtures("_loopback_leads_away")
+def test_a_connection_that_has_broken_is_noticed() -> None:
+    with contextlib.ExitStack() as stack:
+        with ended_when_unreachable() as links:
+            opened, other = stack.enter_context(connected()), stack.enter_context(connected())
+        assert not links.have_broken()
+        other.shutdown(socket.SHUT_WR)  # half of it goes on
+        assert not links.have_broken()
+        opened.close()
+        assert links.have_broken()
+
+
+@pytest.mark.usefixtures("_loopback_leads_away")
+def test_a_connection_that_was_made_later_may_end() -> None:
+    with contextlib.ExitStack() as stack:
+        with ended_when_unreachable() as links:
+            stack.enter_context(connected())
+        with connected():
+            pass
+        assert not links.have_broken()
