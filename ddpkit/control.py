@@ -40,11 +40,13 @@ _LIVENESS_AFTER = 0.1
 _LIVENESS_EVERY = 0.5
 _HEARTBEAT_EVERY = 5.0
 _HEARTBEAT_LIMIT = 60.0
+_CUT_OFF_LIMIT = 12.0  # seconds without a heartbeat, for when a connection has broken as well
 _FIRST_PAUSE = 0.00005
 _FEW_RANKS = 8  # which may all poll as fast as they can
 _SLOW_LOOK = 0.02  # seconds; where a look takes longer, the store or this machine is overloaded,
 _RELIEF = 5.0  # and is left alone for so many times as long
 _USUAL = "if nobody stopped it, the kernel's out-of-memory killer is the usual cause."
+_IF_NOT_STOPPED = _USUAL[0].upper() + _USUAL[1:]
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ class Channel:
         self._departures: dict[int, Departure] = {}
         self._neighbours: list[int] | None = None
         self._cut_off = False
+        self._links_have_broken: Callable[[], bool] = lambda: False
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_count = 0
         self._raw = store
@@ -436,6 +439,14 @@ class Channel:
         self._beat_count += 1
         self._raw.set(f"beat/{self.rank}", str(self._beat_count))
 
+    def observe_links(self, have_broken: Callable[[], bool]) -> None:
+        """Let broken connections count as evidence that the machine of a silent rank is cut off.
+
+        Args:
+            have_broken: Tells whether a connection of this process to another machine has broken.
+        """
+        self._links_have_broken = have_broken
+
     # ------------------------------------------------------------------ waiting
 
     def wait(
@@ -569,10 +580,7 @@ class Channel:
             # What a rank wrote just before its end counts, so ask again after the evidence.
             if member is None or not self._is_lost(rank, member) or ready() or self._has_left(rank):
                 continue
-            found = (
-                f"Rank {rank} (process {member.pid} on {member.host}) has ended without a word. If "
-                "nobody stopped it, the kernel's out-of-memory killer is the usual cause."
-            )
+            found = _describe_lost(rank, member)
             with contextlib.suppress(GroupError):  # the store may have gone with it
                 if not self.has_withdrawn(rank):  # for those who do not look after it
                     self.leave(Departure(rank, member.host, failed=True, summary=found))
@@ -590,7 +598,8 @@ class Channel:
         if beat != last:
             self._beats[rank] = (beat, time.monotonic())
             return False
-        return time.monotonic() - since > _HEARTBEAT_LIMIT
+        silent = time.monotonic() - since
+        return silent > _HEARTBEAT_LIMIT or (silent > _CUT_OFF_LIMIT and self._links_have_broken())
 
     def await_readers(self, bound: float) -> None:
         """Wait a while for the others to read this rank's last answer.
@@ -609,6 +618,16 @@ class Channel:
         """End the helper thread and drop the connection."""
         self._thread.close()
         del self._raw
+
+
+def _describe_lost(rank: int, member: Member) -> str:
+    who = f"Rank {rank} (process {member.pid} on {member.host})"
+    if member.machine == this_machine():
+        return f"{who} has ended without a word. {_IF_NOT_STOPPED}"
+    return (
+        f"{who} gives no signs of life any more: it has ended without a word, or its machine "
+        f"cannot be reached. {_IF_NOT_STOPPED}"
+    )
 
 
 def _machine_key() -> str:

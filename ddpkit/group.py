@@ -345,8 +345,10 @@ def process_group(
     chosen = _choose_device_here(topology, device)
     world = World(**asdict(topology), device=chosen, backend=choose_backend(backend, chosen))
     with pending.undone_at_end(), _restored_process_settings():
-        with ended_when_unreachable() if world.num_nodes > 1 else contextlib.nullcontext():
+        with ended_when_unreachable() if world.num_nodes > 1 else contextlib.nullcontext() as links:
             opened = _open(world, DEFAULT_TIMEOUT if seconds is None else seconds)
+        if links is not None and opened.channel is not None:
+            opened.channel.observe_links(links.have_broken)
         try:
             yield world
             pending.finish()

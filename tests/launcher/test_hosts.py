@@ -24,6 +24,7 @@ from tests.launcher.hosts import PORT, Hosts, Program, opened_hosts
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(240)]
 
+WAITING = str(Path(__file__).with_name("waiting_program.py"))
 EPOCHS = 2
 SOON_OVER = "last_call_timeout=1,keep_alive_interval=1"
 # A dead link is noticed after LOST_AFTER seconds; what is left is for a busy machine.
@@ -73,12 +74,12 @@ def start_static(hosts: Hosts, *arguments: str) -> list[Program]:
     ]
 
 
-def start_by_hand(hosts: Hosts, *arguments: str) -> list[Program]:
-    """Start the counting program on all hosts, without a launcher."""
+def start_by_hand(hosts: Hosts, *arguments: str, program: str = PROGRAM) -> list[Program]:
+    """Start a program on all hosts, without a launcher."""
     return [
         hosts.start(
             host,
-            *(sys.executable, PROGRAM, str(hosts.folder), *arguments),
+            *(sys.executable, program, str(hosts.folder), *arguments),
             RANK=str(host.number),
             WORLD_SIZE=str(hosts.count),
             MASTER_ADDR=hosts.all[0].address,
@@ -196,6 +197,20 @@ def test_a_host_that_is_cut_off_ends_both_with_the_cause(two: Hosts, way: str) -
 
 
 @pytest.mark.drill
+def test_a_host_that_is_cut_off_ends_a_rank_that_waits_at_a_barrier(two: Hosts) -> None:
+    """No collective is waiting, so nothing but the connections and the silence tells of it."""
+    waits, sleeps = start_by_hand(two, program=WAITING)
+    await_file(two.folder / "asleep")
+    cut = time.monotonic()
+    two.cut_off(two.all[1])
+    text = waits.fail()
+    assert time.monotonic() - cut < SOON + 5
+    assert "Rank 1 (process" in text
+    assert "its machine cannot be reached" in text
+    sleeps.fail()
+
+
+@pytest.mark.drill
 def test_an_outage_that_is_over_soon_is_survived(two: Hosts) -> None:
     programs = start_training(two, "by hand", "--epochs", "6", "--pause", "0.02")
     two.cut_off(two.all[1])
@@ -212,3 +227,10 @@ def start_training(hosts: Hosts, way: str, *arguments: str) -> list[Program]:
     programs = WAYS[way](hosts, *endless)
     await_step(hosts.folder, 3, hosts.count)
     return programs
+
+
+def await_file(file: Path, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file.name} has not come in {timeout} s"
+        time.sleep(0.02)

@@ -408,6 +408,27 @@ def test_a_remote_rank_without_heartbeats_is_lost(
         wait(channel, [1], timeout=None)
 
 
+@pytest.fixture
+def silent_channel(make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch) -> Channel:
+    """Rank 0's end; rank 1 is on another machine and gives no signs of life."""
+    monkeypatch.setattr(control, "_CUT_OFF_LIMIT", 0.3)
+    monkeypatch.setattr(control, "_LIVENESS_EVERY", 0.05)
+    channel = make_channel(0, 3)
+    join_as(make_channel, dataclasses.replace(this_member(), machine="elsewhere"), monkeypatch)
+    return channel
+
+
+def test_a_silent_rank_whose_connection_has_broken_is_lost(silent_channel: Channel) -> None:
+    silent_channel.observe_links(lambda: True)
+    with pytest.raises(PeerError, match="or its machine cannot be reached"):
+        wait(silent_channel, [1], timeout=None)
+
+
+def test_a_silent_rank_whose_connections_hold_is_awaited(silent_channel: Channel) -> None:
+    silent_channel.observe_links(lambda: False)
+    assert not wait(silent_channel, [1], timeout=1.2)
+
+
 @pytest.mark.usefixtures("short_limit")
 def test_a_remote_rank_with_heartbeats_is_awaited(
     make_channel: MakeChannel, store: HashStore, monkeypatch: pytest.MonkeyPatch
@@ -702,6 +723,21 @@ def test_a_rank_that_has_withdrawn_may_join_again(make_channel: MakeChannel) -> 
     assert not make_channel(0).everyone_joined()
     again = make_channel(1)
     assert again.everyone_joined()
+
+
+def test_an_ended_rank_is_named_although_it_can_be_told_to_nobody(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = make_channel(0, 3)
+    join_as(make_channel, this_member(), monkeypatch)
+
+    def fail(departure: Departure) -> None:
+        raise GroupError("the store has gone with it")
+
+    monkeypatch.setattr(control, "is_gone", lambda member: True)
+    monkeypatch.setattr(channel, "leave", fail)
+    with pytest.raises(PeerError, match=r"Rank 1 .* has ended without a word"):
+        wait(channel, [1])
 
 
 def test_an_end_that_one_rank_sees_is_told_to_those_who_do_not_look(
