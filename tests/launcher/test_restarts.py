@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,6 @@ pytestmark = [
     pytest.mark.launcher,
     pytest.mark.drill,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        os.environ.get("DDPKIT_TEST_ELASTIC") != "1",
-        reason="passed and failed in turn: the node that stayed did not always go on alone. "
-        "DDPKIT_TEST_ELASTIC=1 runs it",
-    ),
 ]
 
 EPOCHS = 8
@@ -69,6 +65,16 @@ class Nodes:
         self.agents.append(agent)
         return agent
 
+    def await_rendezvous(self, timeout: float = 60.0) -> None:
+        """Wait until the first agent serves the rendezvous, which ends with whoever serves it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+            except OSError:
+                assert time.monotonic() < deadline, self.text()
+                time.sleep(0.05)
+
     def text(self) -> str:
         return "\n=====\n".join(log.read_text() for log in sorted(self.folder.glob("agent-*.log")))
 
@@ -94,7 +100,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_a_node_leaves_and_another_one_comes(nodes: Nodes) -> None:
-    stays, leaves = nodes.start(), nodes.start()
+    stays = nodes.start()
+    nodes.await_rendezvous()
+    leaves = nodes.start()
     await_step(nodes.folder, 6, world_size=2)
     leaves.terminate()
     leaves.wait(60)
