@@ -17,6 +17,7 @@ from ddpkit import barrier, distributed, get_rank
 from ddpkit.control import _process_start
 from ddpkit.errors import WorkerError
 from ddpkit.testing import run_ranks
+from tests.multiproc.sleeping import sleep_long
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -352,7 +353,7 @@ def test_a_rank_has_time_to_stop_in_order(tmp_path: Path) -> None:
         barrier()
         if get_rank() == 1:
             fail_to_find()
-        time.sleep(600)
+        sleep_long()
 
     with pytest.raises(KeyError):
         run_ranks(function, shutdown_grace=10)

@@ -23,6 +23,7 @@ from ddpkit.errors import WorkerError
 from ddpkit.launch import forksafe, worker
 from ddpkit.launch.output import RankLogs
 from ddpkit.testing import run_ranks
+from tests.multiproc.sleeping import sleep_long
 
 BOUND = 20.0
 
@@ -174,7 +175,7 @@ def test_ctrl_c_leaves_ranks_their_grace(start: Start, tmp_path: Path) -> None:
 
         signal.signal(signal.SIGTERM, stop)
         note(f"rank-{get_rank()}", os.getpid(), folder=tmp_path)
-        time.sleep(600)
+        sleep_long()
 
     program = start(lambda: run_ranks(function, shutdown_grace=60, init_group=False))
     program.ranks()
@@ -281,7 +282,7 @@ def test_the_ranks_go_first_and_then_the_program(
 
         signal.signal(signal.SIGTERM, stop)
         note(f"rank-{get_rank()}", os.getpid(), folder=tmp_path)
-        time.sleep(600)
+        sleep_long()
 
     program = start(lambda: run_ranks(function, init_group=False))
     ranks = program.ranks()
