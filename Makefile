@@ -15,7 +15,7 @@ BENCH_PYTHON    := $(abspath $(BENCH_VENV))/bin/python
 BENCH_INSTALLED := $(BENCH_VENV)/.ddpkit-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-ranks test-programs drills launchers lint typecheck check bench clean
+.PHONY: help demo test test-unit test-ranks test-programs drills drill-programs drill-others launchers lint typecheck check bench clean
 
 help:
 	@sed -n 's/^\([a-z]*\): .*## /\1: /p' Makefile
@@ -49,8 +49,18 @@ test-ranks: $(INSTALLED)
 test-programs: $(INSTALLED)
 	$(BIN)/python -m pytest tests/launcher -m 'not drill and not gpu'
 
-drills: $(INSTALLED)    ## soaks, kills and other long tests
-	$(BIN)/python -m pytest -m 'drill and not gpu'
+# What waits for other machines and launchers runs beside the programs, which keep a core busy.
+WAITING  := $(addprefix tests/launcher/test_,hosts.py restarts.py slurm.py mpi.py)
+PROGRAMS := $(filter-out $(WAITING),$(wildcard tests/launcher/test_*.py))
+
+drills: $(INSTALLED)    ## soaks, kills, real launchers and other long tests
+	@$(PARALLEL) drill-programs drill-others
+
+drill-programs: $(INSTALLED)
+	$(BIN)/python -m pytest $(PROGRAMS) -m 'drill and not gpu'
+
+drill-others: $(INSTALLED)
+	$(BIN)/python -m pytest $(PROGRAMS:%=--ignore=%) -m 'drill and not gpu'
 
 launchers:              ## install SLURM, Open MPI and MPICH for the tests (Debian, as root)
 	tests/launcher/install.sh
