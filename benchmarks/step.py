@@ -172,7 +172,7 @@ def tuned_threads() -> int:
 class Findings:
     """What was measured of the contestants, and of which not, and why."""
 
-    samples: Samples = field(default_factory=lambda: {workload: {} for workload in MEASURED})
+    samples: Samples
     threads: dict[str, int] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -186,17 +186,20 @@ class Findings:
 # ------------------------------------------------------------------------------------ the measuring
 
 
-def measure(arena: Arena, names: Sequence[str], starts: int, rounds: int) -> Findings:
+def measure(arena: Arena, names: Sequence[str], args: argparse.Namespace) -> Findings:
     """Start all contestants several times, and have them take turns in between."""
-    found = Findings(missing={name: "not installed" for name in names if WAYS[name].missing()})
+    found = Findings(
+        samples={workload: {} for workload in args.workloads},
+        missing={name: "not installed" for name in names if WAYS[name].missing()},
+    )
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(arena.folder / "socket"))
         listener.listen()
-        for number in range(starts if names else 0):
+        for number in range(args.starts if names else 0):
             present = [name for name in names if name not in found.missing]
             with open_team(arena, present, listener, found) as team:
-                tell(f"start {number + 1} of {starts}: all are ready")
-                take_turns(team, rounds, random.Random(number), found)
+                tell(f"start {number + 1} of {args.starts}: all are ready")
+                take_turns(team, args.rounds, random.Random(number), found)
     return found
 
 
@@ -233,21 +236,21 @@ def take_turns(
     team: dict[str, Contestant], rounds: int, draw: random.Random, found: Findings
 ) -> None:
     """Time a block of everybody in each round, in an order of its own; the first does not count."""
-    taken: dict[str, dict[str, list[float]]] = {workload: {} for workload in MEASURED}
+    taken: dict[str, dict[str, list[float]]] = {workload: {} for workload in found.samples}
     for _ in range(rounds + 1):
-        for workload, name in draw.sample(turns := turns_of(team), k=len(turns)):
+        for workload, name in draw.sample(turns := turns_of(team, found), k=len(turns)):
             if name in team:
                 try:
                     taken[workload].setdefault(name, []).append(team[name].train(workload))
                 except ContestantEndedError as error:
                     leave_out(team, name, error, found)
-    for workload, name in turns_of(team):
+    for workload, name in turns_of(team, found):
         found.samples[workload].setdefault(name, []).append(taken[workload][name][1:])
 
 
-def turns_of(team: Iterable[str]) -> list[tuple[str, str]]:
+def turns_of(team: Iterable[str], found: Findings) -> list[tuple[str, str]]:
     """Pair every workload with every contestant."""
-    return [(workload, name) for name in team for workload in MEASURED]
+    return [(workload, name) for name in team for workload in found.samples]
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -366,6 +369,11 @@ def parse_arguments() -> argparse.Namespace:
         "--only", nargs="*", choices=list(WAYS), default=list(WAYS), metavar="NAME",
         help=f"contestants to measure, of: {', '.join(WAYS)}; none: only the costs within a step",
     )  # fmt: skip
+    parser.add_argument(
+        "--workloads", nargs="+", choices=MEASURED, default=list(MEASURED), metavar="NAME",
+        help=f"models to compare the contestants with, of: {', '.join(MEASURED)}",
+    )  # fmt: skip
+    parser.add_argument("--no-costs", action="store_true", help="leave out the costs within a step")
     args = parser.parse_args()
     if args.quick:
         args.starts = args.rounds = 2
@@ -387,9 +395,9 @@ def main() -> None:
     args = parse_arguments()
     machine = describe_machine()
     with open_arena() as arena:
-        found = measure(arena, args.only, args.starts, args.rounds)
-    costs = measure_costs("wrap", list(WORKLOADS), args)
-    accumulation = measure_costs("accumulate", MEASURED, args)
+        found = measure(arena, args.only, args)
+    costs = measure_costs("wrap", () if args.no_costs else list(WORKLOADS), args)
+    accumulation = measure_costs("accumulate", () if args.no_costs else MEASURED, args)
     print_machine(machine)
     print_findings(found)
     for workload, samples in costs.items():
