@@ -223,6 +223,7 @@ class Supervisor:
             threads=threads.threads_per_rank(threads.usable_cores(), self._job.nproc, user_setting),
             options=self._job.options,
             environ=dict(os.environ) if self._method == "forkserver" else None,
+            helper_method=multiprocessing.get_start_method(allow_none=True),
         )
 
     def _await_check_in(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -46,6 +47,8 @@ class RankSpec:
     options: Options
     environ: dict[str, str] | None = None
     """Environment of the parent, for a process that did not inherit it."""
+    helper_method: str | None = None
+    """How the parent starts processes by default, as data workers are; None if that is open."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def run_forked(
 def run_fresh(spec: RankSpec, links: Links, streams: StandardStreams | None, call: bytes) -> None:
     """Run a rank in a process that shares no memory with the caller."""
     del streams  # unpickling them has done their work
+    # Else it is how this process was started, and data workers would have to be pickled.
+    multiprocessing.set_start_method(spec.helper_method, force=True)
     _run(spec, links, None, lambda: decode(call))
 
 

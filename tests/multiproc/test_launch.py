@@ -1,5 +1,6 @@
 import functools
 import importlib
+import multiprocessing
 import os
 import random
 import socket
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import distributed, get_device, get_rank, get_world_size
 from ddpkit.agree import exchange
@@ -312,6 +314,27 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(supervisor.Supervisor, "_start_process", refuse)
+
+
+@pytest.mark.skipif(
+    multiprocessing.get_start_method() != "fork", reason="what is local cannot be pickled anyway"
+)
+@pytest.mark.parametrize("method", ["auto", "forkserver"])
+def test_helpers_of_a_rank_start_as_those_of_the_caller_would(method: str) -> None:
+    class Local(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    def function() -> tuple[str, int]:
+        # What has to be pickled for its worker cannot be a class of a function.
+        items = list(DataLoader(Local(), batch_size=2, num_workers=1))
+        return multiprocessing.get_start_method(), sum(int(each.sum()) for each in items)
+
+    here = multiprocessing.get_start_method()
+    assert run_ranks(function, start_method=method) == [(here, 6), (here, 6)]
 
 
 @pytest.mark.usefixtures("_nothing_starts")
