@@ -14,8 +14,13 @@ BENCH_VENV      ?= .venv-bench
 BENCH_PYTHON    := $(abspath $(BENCH_VENV))/bin/python
 BENCH_INSTALLED := $(BENCH_VENV)/.ddpkit-installed
 
+# The oldest torch that is supported; its OpenMP cannot be paused, so ranks come from a forkserver.
+OLDEST_VENV      ?= .venv-oldest
+OLDEST_PYTHON    := $(abspath $(OLDEST_VENV))/bin/python
+OLDEST_INSTALLED := $(OLDEST_VENV)/.ddpkit-installed
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-ranks test-programs drills drill-programs drill-others launchers lint typecheck check bench clean
+.PHONY: help demo test test-unit test-ranks test-programs test-oldest drills drill-programs drill-others launchers lint typecheck check bench clean
 
 help:
 	@sed -n 's/^\([a-z]*\): .*## /\1: /p' Makefile
@@ -28,6 +33,11 @@ $(INSTALLED): pyproject.toml
 $(BENCH_INSTALLED): pyproject.toml
 	test -x $(BENCH_PYTHON) || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_PYTHON) -m pip install --editable '.[bench]'
+	touch $@
+
+$(OLDEST_INSTALLED): pyproject.toml
+	test -x $(OLDEST_PYTHON) || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_PYTHON) -m pip install torch==2.6.0 torchvision==0.21.0 --editable '.[dev]'
 	touch $@
 
 demo: $(INSTALLED)      ## train a CNN on real handwritten digits with two ranks
@@ -48,6 +58,9 @@ test-ranks: $(INSTALLED)
 
 test-programs: $(INSTALLED)
 	$(BIN)/python -m pytest tests/launcher -m 'not drill and not gpu'
+
+test-oldest: $(OLDEST_INSTALLED) ## the tests with the oldest torch (a quarter of an hour)
+	$(OLDEST_PYTHON) -m pytest tests -m 'not drill and not gpu' --timeout 180
 
 # What waits for other machines and launchers runs beside the programs, which keep a core busy.
 WAITING  := $(addprefix tests/launcher/test_,hosts.py restarts.py slurm.py mpi.py)
@@ -84,6 +97,6 @@ bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about an ho
 	$(BENCH_PYTHON) benchmarks/step.py
 	$(BENCH_PYTHON) benchmarks/control.py
 
-clean:                  ## remove .venv and .venv-bench (never another VENV) and what the tools left
-	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints
+clean:                  ## remove .venv* (never another VENV) and what the tools left
+	rm -rf .venv .venv-bench .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from ddpkit.agree import barrier
 from ddpkit.console import get_logger, show_own_lines
 from ddpkit.group import get_rank, process_group
 from ddpkit.testing import run_ranks
+from tests.forking import FORK
 
 log = get_logger("train")
 
@@ -37,7 +38,7 @@ SPOKEN = ["train: [rank 0/2] epoch 1", "train: [rank 0/2] slow", "train: [rank 1
 
 @pytest.mark.parametrize(
     "method",
-    ["fork", *(pytest.param(name, marks=pytest.mark.drill) for name in ("forkserver", "spawn"))],
+    [FORK, *(pytest.param(name, marks=pytest.mark.drill) for name in ("forkserver", "spawn"))],
 )
 def test_ranks_speak_alike_however_they_are_started(
     method: str, capfd: pytest.CaptureFixture[str]

@@ -53,6 +53,7 @@ from ddpkit.control import Channel
 from ddpkit.errors import WorkerError
 from ddpkit.testing import assert_replicas_equal, run_ranks
 from ddpkit.topology import Topology
+from tests.forking import needs_fork
 from tests.multiproc.hand_set import with_hand_set_variables
 
 PATIENCE = 30.0  # a test that takes this long has failed
@@ -333,6 +334,7 @@ def test_a_rank_0_that_dies_at_its_work_ends_the_wait_of_the_others(folder: Path
 # --------------------------------------------------------------------------------- entering a group
 
 
+@needs_fork
 def test_a_peer_that_died_when_it_had_joined_ends_the_entering(folder: Path) -> None:
     def die_here(*args: object, **options: object) -> None:
         (folder / "dying").touch()

@@ -17,6 +17,7 @@ from ddpkit import barrier, distributed, get_rank
 from ddpkit.control import _process_start
 from ddpkit.errors import WorkerError
 from ddpkit.testing import run_ranks
+from tests.forking import needs_fork
 from tests.multiproc.sleeping import sleep_long
 
 REPOSITORY = Path(__file__).parents[2]
@@ -127,6 +128,7 @@ def test_attributes_of_an_exception_arrive_whatever_its_constructor_wants() -> N
     assert str(caught.value) == "/data: 7 bytes are free"
 
 
+@needs_fork
 def test_an_exception_class_of_the_caller_can_be_caught() -> None:
     class LocalError(Exception):
         pass
@@ -382,6 +384,7 @@ def test_a_failed_launch_leaves_the_environment_and_the_descriptors_as_they_were
     assert count_descriptors() == descriptors
 
 
+@needs_fork
 def test_an_interrupt_of_the_caller_ends_the_ranks(tmp_path: Path) -> None:
     def function() -> None:
         (tmp_path / str(get_rank())).write_text(str(os.getpid()))

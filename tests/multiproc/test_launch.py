@@ -24,6 +24,7 @@ from ddpkit.errors import ConfigError, WorkerError
 from ddpkit.launch import start, supervisor, worker
 from ddpkit.testing import run_ranks
 from ddpkit.threads import usable_cores
+from tests.forking import FORK, needs_fork
 
 SCALE = 10
 two_ranks = distributed(nproc_per_node=2, device="cpu", timeout=60)
@@ -113,6 +114,7 @@ def test_a_method_takes_its_object_along() -> None:
     assert trainer.epochs == 4  # the ranks work on copies
 
 
+@needs_fork
 def test_a_class_that_is_local_comes_back_as_the_same_class() -> None:
     class Result:
         def __init__(self, value: int) -> None:
@@ -180,6 +182,7 @@ def test_each_rank_has_the_variables_of_torchrun(
         assert found == (values, True, "changed since the forkserver started", True)
 
 
+@needs_fork
 def test_a_helper_of_a_rank_is_not_a_rank() -> None:
     def function() -> int:
         read_end, write_end = os.pipe()
@@ -224,7 +227,7 @@ def test_the_users_number_of_threads_holds(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_ranks(torch.get_num_threads) == [3, 3]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", [FORK, "forkserver"])
 def test_the_ranks_draw_from_the_state_of_the_caller(method: str) -> None:
     torch.manual_seed(5)
     random.seed(5)
@@ -241,7 +244,7 @@ def test_the_ranks_draw_from_the_state_of_the_caller(method: str) -> None:
     assert results == [draw()] * 2
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", [FORK, "forkserver"])
 def test_what_a_rank_prints_goes_where_the_caller_prints(
     method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,6 +383,7 @@ def test_a_model_among_the_arguments_is_warned_of() -> None:
 # --------------------------------------------------------- what ranks import first, and at length
 
 
+@needs_fork
 def test_what_ranks_of_one_launch_have_imported_the_next_one_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -430,6 +434,7 @@ def _forks_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_CHECK_IN_BOUND", bounds)
 
 
+@needs_fork
 @pytest.mark.usefixtures("_forks_hang")
 def test_a_fork_that_hangs_is_replaced_with_one_warning() -> None:
     with pytest.warns(RuntimeWarning, match="start_method='forkserver'") as caught:
@@ -438,12 +443,14 @@ def test_a_fork_that_hangs_is_replaced_with_one_warning() -> None:
     assert "did not check in" in str(caught[0].message)
 
 
+@needs_fork
 @pytest.mark.usefixtures("_forks_hang")
 def test_a_requested_fork_that_hangs_is_an_error() -> None:
     with pytest.raises(WorkerError, match=r"by 'fork'.*did not check in.*Nothing of the function"):
         run_ranks(get_rank, start_method="fork")
 
 
+@needs_fork
 def test_a_fork_that_ends_before_it_checks_in_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -452,6 +459,7 @@ def test_a_fork_that_ends_before_it_checks_in_is_replaced(
         assert run_ranks(get_rank) == [0, 1]
 
 
+@needs_fork
 def test_no_warning_of_forks_with_threads() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

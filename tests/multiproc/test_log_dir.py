@@ -9,8 +9,9 @@ import pytest
 from ddpkit import distributed, get_rank
 from ddpkit.errors import ConfigError, WorkerError
 from ddpkit.testing import run_ranks
+from tests.forking import FORK
 
-METHODS = pytest.mark.parametrize("method", ["fork", "forkserver"])
+METHODS = pytest.mark.parametrize("method", [FORK, "forkserver"])
 
 
 def speak() -> int:

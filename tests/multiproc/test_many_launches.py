@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ddpkit import distributed, get_rank
 from ddpkit.errors import WorkerError
 from ddpkit.testing import run_ranks
+from tests.forking import needs_fork
 from tests.multiproc.test_failures import cause_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -126,6 +127,7 @@ def test_a_program_that_a_rank_starts_has_launches_of_its_own() -> None:
 # ---------------------------------------------------------------------------- after each other
 
 
+@needs_fork
 def test_launches_by_different_methods_and_failures_follow_each_other() -> None:
     for number, method in enumerate(["fork", "forkserver", "auto", "forkserver"]):
         check_launch(number, start_method=method)
@@ -211,6 +213,7 @@ def train(slow, number):
 """
 
 
+@needs_fork
 def test_a_function_of_a_file_that_no_import_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_the_usual_port_may_be_taken() -> None:
         assert run_ranks(sum_by_hand, args=[1], init_group=False) == [3, 3]
 
 
+@needs_fork
 @pytest.mark.parametrize(
     "names", [["MASTER_PORT"], ["MASTER_ADDR"], ["MASTER_ADDR", "MASTER_PORT"]]
 )

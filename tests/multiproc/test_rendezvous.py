@@ -20,6 +20,7 @@ from ddpkit.errors import ConfigError, GroupError, PeerError, WorkerError
 from ddpkit.network import Network
 from ddpkit.testing import run_ranks
 from ddpkit.topology import Topology, read_topology
+from tests.forking import needs_fork
 from tests.multiproc.hand_set import WITHOUT_A_PORT, with_variables_of
 
 LONG = 120.0  # a time-out that nothing here may wait for
@@ -122,6 +123,7 @@ def test_a_port_of_the_users_own_is_used() -> None:
 # ----------------------------------------------------------------------------------- missing ranks
 
 
+@needs_fork
 def test_a_missing_rank_is_named_within_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_a_missing_rank_is_named_within_the_time(
         assert waiting in (tmp_path / f"log-{rank}").read_text()
 
 
+@needs_fork
 def test_a_rank_that_finds_no_store_says_what_it_has_looked_for(ports: tuple[int, ...]) -> None:
     def function() -> str:
         if os.environ["SLURM_PROCID"] == "0":
@@ -163,6 +166,7 @@ def test_a_rank_that_finds_no_store_says_what_it_has_looked_for(ports: tuple[int
     assert f"ports {ports[1]}, {ports[2]}: nobody listens" in text
 
 
+@needs_fork
 def test_a_rank_0_without_a_port_says_so(ports: tuple[int, ...]) -> None:
     def function() -> str:
         if os.environ["SLURM_PROCID"] == "1":
@@ -256,6 +260,7 @@ def test_the_interface_that_leads_to_rank_0_is_used_and_the_variable_restored(
     assert two_nodes(function, apart=True) == [("lo", 1, False)] * 2
 
 
+@needs_fork
 def test_where_one_rank_cannot_tell_its_interface_all_ranks_raise(
     two_nodes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from ddpkit.errors import ConfigError, GroupError, PeerError
 from ddpkit.group import get_rank
 from ddpkit.testing import assert_replicas_equal, run_ranks
 from ddpkit.wrap import ddp
+from tests.forking import needs_fork
 
 
 class Net(nn.Module):
@@ -268,6 +269,7 @@ def test_tensors_without_data_on_one_rank_are_an_error_on_all() -> None:
     assert first == second
 
 
+@needs_fork
 def test_it_sends_digests_and_not_values_while_all_is_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

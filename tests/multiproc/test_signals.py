@@ -20,9 +20,10 @@ import torch.distributed as dist
 from ddpkit import barrier, get_rank
 from ddpkit.control import _process_start
 from ddpkit.errors import WorkerError
-from ddpkit.launch import forksafe, worker
+from ddpkit.launch import worker
 from ddpkit.launch.output import RankLogs
 from ddpkit.testing import run_ranks
+from tests.forking import prepare_fork
 from tests.multiproc.sleeping import sleep_long
 
 BOUND = 20.0
@@ -33,7 +34,7 @@ class Program:
 
     def __init__(self, folder: Path, main: Callable[[], Any]) -> None:
         self.folder = folder
-        assert forksafe.prepare_fork() is None
+        prepare_fork()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()

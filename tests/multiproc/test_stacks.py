@@ -15,6 +15,7 @@ from ddpkit import barrier, distributed, get_rank
 from ddpkit.errors import GroupError, WorkerError, WorkerTimeoutError
 from ddpkit.launch import worker
 from ddpkit.testing import run_ranks
+from tests.forking import FORK, needs_fork
 from tests.multiproc.hand_set import with_hand_set_variables
 
 
@@ -39,7 +40,7 @@ def cause_of(error: BaseException) -> WorkerError:
     return error.__cause__
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.drill)])
+@pytest.mark.parametrize("method", [FORK, pytest.param("forkserver", marks=pytest.mark.drill)])
 def test_a_time_limit_ends_the_launch_and_says_where_each_rank_was(method: str) -> None:
     run_ranks(get_rank, start_method=method)  # a forkserver takes seconds to begin
     with pytest.raises(WorkerTimeoutError) as caught:
@@ -67,6 +68,7 @@ def test_a_rank_that_has_returned_is_not_among_the_stacks() -> None:
     assert list(caught.value.stacks) == [1]
 
 
+@needs_fork
 def test_a_time_limit_that_passes_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_prove_usable", lambda spec: time.sleep(60))
     with pytest.raises(WorkerTimeoutError, match="rank 1: before the function"):

@@ -15,6 +15,7 @@ from ddpkit import barrier, group, process_group, watch
 from ddpkit.errors import PeerError, WorkerError
 from ddpkit.launch.output import write_to_descriptors
 from ddpkit.testing import run_ranks
+from tests.forking import needs_fork
 from tests.multiproc.hand_set import with_hand_set_variables
 
 
@@ -73,6 +74,7 @@ def test_a_rank_that_is_stuck_when_a_peer_has_failed_and_ended_is_told_why(tmp_p
     assert "in block_in_c" in text
 
 
+@needs_fork
 def test_a_peer_that_dies_while_the_group_is_opened_ends_the_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_rank_that_is_stuck_when_rank_0_has_gone_is_ended_too(tmp_path: Path) 
     assert "in block_in_c" in text
 
 
+@needs_fork
 def test_a_rank_that_is_stuck_when_rank_0_has_failed_is_told_why(tmp_path: Path) -> None:
     def fail() -> None:
         raise KeyError("the cause")

@@ -15,6 +15,7 @@ from ddpkit.group import process_group
 from ddpkit.launch import forksafe
 from ddpkit.launch.forksafe import ForkFacts, prepare_fork, reason_against_fork
 from ddpkit.threads import usable_cores
+from tests.forking import needs_fork
 
 SAFE = ForkFacts(
     platform="linux",
@@ -76,6 +77,7 @@ def test_refusals(facts: ForkFacts, reason: str) -> None:
 # ---------------------------------------------------------------- the facts of this process
 
 
+@needs_fork
 def test_this_process_can_be_forked_even_after_multi_threaded_work() -> None:
     torch.ones(1 << 22).add_(1)
     assert prepare_fork() is None
@@ -92,6 +94,7 @@ def test_another_python_thread_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert reason == "1 more Python threads are running"
 
 
+@needs_fork
 def test_a_thread_that_is_about_to_end_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forksafe, "_WAIT_FOR_THREADS", 20.0)
     release = threading.Event()
@@ -103,6 +106,7 @@ def test_a_thread_that_is_about_to_end_is_awaited(monkeypatch: pytest.MonkeyPatc
     thread.join()
 
 
+@needs_fork
 def test_an_open_group_is_a_reason() -> None:
     with process_group(device="cpu"):
         assert prepare_fork() == "a process group is open in this process"
@@ -219,6 +223,7 @@ print(working > alone, paused < working, reason, status, count_threads() > 1)
 """
 
 
+@needs_fork
 @pytest.mark.skipif(usable_cores() < 2, reason="on one core there is no pool")
 def test_the_pool_goes_away_and_a_fork_and_its_parent_have_their_own_again() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PAUSE_AND_FORK]
