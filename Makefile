@@ -23,7 +23,7 @@ OLDEST_INSTALLED := $(OLDEST_VENV)/.ddpkit-installed
 .PHONY: help demo test test-unit test-ranks test-programs test-oldest drills drill-programs drill-others launchers lint typecheck check bench clean
 
 help:
-	@sed -n 's/^\([a-z]*\): .*## /\1: /p' Makefile
+	@sed -n 's/^\([a-z-]*\): .*## /\1: /p' Makefile
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

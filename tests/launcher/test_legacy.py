@@ -42,10 +42,11 @@ class StoppedError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a rank printed, and the samples that it loaded: length of the data set, and index."""
+    """What a rank printed and loaded."""
 
     printed: str
     loaded: list[tuple[int, int]]
+    """Samples: length of their data set, and index. Of a text: its length, and a hash of a crop."""
 
 
 # --------------------------------------------------------------------------------- running them
@@ -61,6 +62,7 @@ def train(script: str, *arguments: str, interrupt_at: int | None = None) -> Outc
         module = load_script(script)
         for name in DATA_SETS:
             record_samples(getattr(module, name, None), loaded, interrupt_at)
+        record_crops(module, loaded)
         module.args = module.parser.parse_args(arguments)  # type: ignore[attr-defined]
         stack.enter_context(order_of_ddpkit(getattr(module.args, "batch_size", 1)))
         stack.enter_context(contextlib.redirect_stdout(printed))
@@ -103,6 +105,19 @@ def record_samples(data_set: Any, loaded: list[tuple[int, int]], interrupt_at: i
         return load(self, index)
 
     data_set.__getitem__ = recorded
+
+
+def record_crops(module: Any, loaded: list[tuple[int, int]]) -> None:
+    get_batch = getattr(module, "get_batch", None)
+    if get_batch is None:
+        return
+
+    def recorded(data: torch.Tensor) -> Any:
+        x, y = get_batch(data)
+        loaded.extend((len(data), hash(tuple(crop))) for crop in x.tolist())
+        return x, y
+
+    module.get_batch = recorded
 
 
 def timeless(printed: str) -> str:
@@ -228,40 +243,45 @@ CHARLM = (
 
 
 @pytest.fixture(scope="module")
-def charlm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Parameters]]:
+def charlm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trained]:
     """Train the language model before (0 ranks) or after the conversion, once for all tests."""
 
     @functools.cache
-    def of(ranks: int) -> tuple[str, Parameters]:
-        file = tmp_path_factory.mktemp("charlm") / "charlm.pt"
-        arguments = [*CHARLM, "--out", str(file)]
+    def of(ranks: int) -> Trained:
+        folder = tmp_path_factory.mktemp("charlm")
+        arguments = [*CHARLM, "--out", str(folder / "charlm.pt")]
         if ranks == 0:
-            printed = train("charlm_before", *arguments).printed
-        else:
-            printed, *others = (
-                rank.printed for rank in run_ranks(train, ranks, args=["charlm_after", *arguments])
-            )
-            assert not any(others)
-        return timeless(printed), torch.load(file)
+            return Trained([train("charlm_before", *arguments)], folder)
+        return Trained(run_ranks(train, ranks, args=["charlm_after", *arguments]), folder)
 
     return of
 
 
-def test_the_language_model_on_one_rank_does_the_same(
-    charlm: Callable[[int], tuple[str, Parameters]],
-) -> None:
+def charlm_in(folder: Path) -> Parameters:
+    parameters: Parameters = torch.load(folder / "charlm.pt")
+    return parameters
+
+
+def test_the_language_model_on_one_rank_does_the_same(charlm: Callable[[int], Trained]) -> None:
     before, after = charlm(0), charlm(1)
-    assert before[0].count("val perplexity") == 3
-    assert after[0] == before[0]
-    check_same_bits(after[1], before[1])
+    assert before.printed.count("val perplexity") == 3
+    assert after.printed == before.printed
+    check_same_bits(charlm_in(after.folder), charlm_in(before.folder))
 
 
 def test_the_language_model_on_two_ranks_writes_the_same_text(
-    charlm: Callable[[int], tuple[str, Parameters]],
+    charlm: Callable[[int], Trained],
 ) -> None:
     before, after = charlm(0), charlm(2)
-    assert after[0] == before[0]
-    check_same_digits(after[1], before[1])
+    assert after.printed == before.printed
+    assert after.ranks[1].printed == ""
+    check_same_digits(charlm_in(after.folder), charlm_in(before.folder))
+
+
+def test_two_ranks_share_the_crops_of_every_step(charlm: Callable[[int], Trained]) -> None:
+    first, second = (rank.loaded for rank in charlm(2).ranks)
+    assert len(first) == len(second)
+    assert sorted(first + second) == sorted(charlm(0).ranks[0].loaded)
 
 
 # ------------------------------------------------------------------------------- what was by hand
