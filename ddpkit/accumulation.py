@@ -75,7 +75,7 @@ class MicroBatch:
         self.index = index
         self.window = window
         self.weight = weight
-        self.was_entered = False
+        self.was_entered: bool = False
         self._wrapped = wrapped
         self._block = contextlib.ExitStack()
 

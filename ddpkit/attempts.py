@@ -29,7 +29,7 @@ class AttemptNamer:
     """
 
     def __init__(self, store: Store) -> None:
-        self.name = secrets.token_hex(8)
+        self.name: str = secrets.token_hex(8)
         self._store = store
         self._answered: set[bytes] = set()
 

@@ -116,7 +116,7 @@ class WorkerTimeoutError(WorkerError):
         self, message: str, *, stacks: dict[int, str] | None = None, **fields: Any
     ) -> None:
         super().__init__(message, **fields)
-        self.stacks = stacks or {}
+        self.stacks: dict[int, str] = stacks or {}
 
 
 class PeerError(DdpkitError, RuntimeError):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
+from torch.torch_version import TorchVersion
 
 from ddpkit import pending
 from ddpkit.consequence import is_likely_consequence
@@ -47,6 +48,8 @@ _OBITUARY_BOUND = 0.3
 _FAREWELL_BOUND = 30.0
 _READERS_BOUND = 5.0
 _OPENED = "opened"
+_CLOSES_WITH_LOCK = TorchVersion(torch.__version__) < "2.14"
+_UNTIL_DROPPED = 0.02
 
 _logger = logging.getLogger(__name__)
 
@@ -497,13 +500,22 @@ def _close(opened: _Opened) -> None:
         if channel is not None:
             _await_all_open(channel)
         if group_is_open():
-            dist.destroy_process_group()
+            _destroy_group()
         if channel is not None:
             channel.leave(Departure(world.rank, socket.gethostname(), failed=False))
             if must_serve(world):
                 _await_farewells(channel)
     finally:
         _forget(opened)
+
+
+def _destroy_group() -> None:
+    # torch 2.6 keeps the interpreter's lock while it waits for the threads of gloo, and one that
+    # drops the tensor of the last collective needs that lock: both wait for ever. It takes a few
+    # thousand groups of one rank until that happens (2.14: not in 5,000).
+    if _CLOSES_WITH_LOCK:
+        time.sleep(_UNTIL_DROPPED)
+    dist.destroy_process_group()
 
 
 def _await_all_open(channel: Channel) -> None:
@@ -560,7 +572,7 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
             with contextlib.suppress(GroupError):  # the store has gone, and whom would it concern
                 channel.leave(last_words)
         if group_is_open():
-            dist.destroy_process_group()
+            _destroy_group()
         if channel is not None and must_serve(world):
             serve_until(lambda: len(channel.departures()) == world.world_size)
 

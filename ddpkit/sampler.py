@@ -310,7 +310,7 @@ class BlockBatches:
         self.length = length
         self.batch_size = batch_size
         self.world_size = world_size
-        self.block = range(*even_part(length, world_size, rank))
+        self.block: range = range(*even_part(length, world_size, rank))
 
     def stream(self, epoch: int, consumed: int) -> Iterator[list[int]]:
         """Yield the batches that are left of the block."""
@@ -351,7 +351,7 @@ class OwnBatches:
         self.batches = batches
         self.layout = layout
         self.limit = steps
-        self.order = batches.order
+        self.order: str = batches.order
 
     def stream(self, epoch: int, consumed: int) -> Iterator[Any]:
         """Yield the batches that are left of the epoch."""
@@ -429,7 +429,7 @@ class ShardSampler(Sampler[Any]):
     def __init__(self, batches: Batches, *, unbatched: bool = False) -> None:
         self.batches = batches
         self.unbatched = unbatched
-        self.place = Place(epoch=0)
+        self.place: Place = Place(epoch=0)
         self._held: Place | None = None
 
     def __iter__(self) -> Iterator[Any]:

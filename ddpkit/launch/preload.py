@@ -10,8 +10,8 @@ import torch.nn.parallel  # noqa: F401
 
 import ddpkit.launch.worker
 
-for name in ddpkit.__all__:
-    getattr(ddpkit, name)  # which imports it
+for _name in ddpkit.__all__:
+    getattr(ddpkit, _name)  # which imports it
 
 
 def _end_at_once(forkserver: int) -> None:
