@@ -110,7 +110,9 @@ class _SeedState:
 
 def register(function: Callable[..., Any]) -> None:
     """Remember a decorated function: its name may stand for the decorator's object later."""
-    _registry[(function.__module__, function.__qualname__)] = function
+    name = getattr(function, "__qualname__", None)  # a functools.partial has none
+    if name is not None:
+        _registry[(function.__module__, name)] = function
 
 
 def encode(job: Job) -> bytes:

@@ -466,3 +466,8 @@ def test_no_warning_of_forks_with_threads() -> None:
         torch.ones(1 << 22).add_(1)
         parents = run_ranks(os.getppid)
     assert parents == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize("method", ["auto", "forkserver"])
+def test_a_partial_is_a_function(method: str) -> None:
+    assert run_ranks(functools.partial(pow, 2, 3), start_method=method) == [8, 8]

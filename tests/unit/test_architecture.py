@@ -75,6 +75,9 @@ STANDS_ON = {
     "launch": "group threads preempt",
     "entry": "launch agree",
     "testing": "entry replicas",
+    "rank_mark": "errors",
+    "rank_body": "testing",
+    "pytest_plugin": "rank_mark rank_body",
     "doctor": "entry network threads wording",
     "__main__": "doctor",
 }
