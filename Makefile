@@ -88,14 +88,22 @@ typecheck: $(INSTALLED) ## mypy, strict
 check: $(INSTALLED)     ## what has to pass before a change goes in
 	@$(PARALLEL) test-ranks test-programs lint typecheck test-unit
 
-bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries (about an hour)
-	$(BENCH_PYTHON) benchmarks/launch.py
-	$(BENCH_PYTHON) benchmarks/failure.py
-	$(BENCH_PYTHON) benchmarks/loader.py
-	$(BENCH_PYTHON) benchmarks/checkpoint.py
-	$(BENCH_PYTHON) benchmarks/split.py
-	$(BENCH_PYTHON) benchmarks/step.py
-	$(BENCH_PYTHON) benchmarks/control.py
+# BENCH="launch step" measures some; step-close is a longer run of what is close in step.
+BENCH := launch failure testing loader checkpoint split control step step-close
+CLOSE := --workloads cnn --no-costs --starts 6 --rounds 90 --only ddpkit 'by hand, tuned threads' accelerate fabric ignite
+
+bench: $(BENCH_INSTALLED) ## the benchmarks, beside other libraries, and their report (1.5 hours)
+	set -e; for name in $(BENCH); do \
+	  script=$$name; result=benchmarks/results/$$name-$$(date +%F); \
+	  case $$name in \
+	    step-close) script=step; set -- $(CLOSE);; \
+	    loader) set -- --plot $$result.svg;; \
+	    *) set --;; \
+	  esac; \
+	  $(BENCH_PYTHON) benchmarks/$$script.py "$$@" --json $$result.json > $$result.txt; \
+	  cat $$result.txt; \
+	done
+	$(BENCH_PYTHON) benchmarks/report.py
 
 clean:                  ## remove .venv* (never another VENV) and what the tools left
 	rm -rf .venv .venv-bench .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist digits.pt cifar10.pt checkpoints
