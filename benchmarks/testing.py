@@ -152,7 +152,7 @@ def show_ratio(ratio: float | None) -> str:
 
 def print_runs(runs: Runs, names: Iterable[str]) -> None:
     """Print a row for each way."""
-    header = ["two ranks, gloo", "20 tests", "range", "vs mark", "first test", "whole command"]
+    header = ["two ranks, gloo", "tests", "range", "vs mark", "first test", "with pytest's start"]
     rows = [
         [
             name,
@@ -210,7 +210,7 @@ def main() -> None:
         "machine": machine,
         "rounds": args.rounds,
         "not_measured": [name for name in args.only if name not in runs],
-        "runs": {name: [vars(each) for each in taken] for name, taken in runs.items()},
+        "samples": {name: [vars(each) for each in taken] for name, taken in runs.items()},
         "times_longer_than_mark": {name: times_longer(runs, name) for name in runs},
         "targets": [vars(target) for target in targets],
     }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MARK = "ranks"
 _PARAMETER = "_number_of_ranks"
+_LAUNCHED = pytest.StashKey[bool]()
 _FOR_THE_REPORT = 2.0  # seconds that are left to say where the ranks are before pytest-timeout acts
 
 
@@ -93,10 +94,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         opens_group = wanted.options.get("init_group", True)
         rank_body.run_alone(pyfuncitem.obj, arguments, opens_group=opens_group)
         return True
+    world_size = _world_size(pyfuncitem, wanted)
+    pyfuncitem.stash[_LAUNCHED] = world_size > 1
     rank_body.run_test(
         pyfuncitem.obj,
         arguments,
-        world_size=_world_size(pyfuncitem, wanted),
+        world_size=world_size,
         options=_options(pyfuncitem, wanted),
         style=_style(pyfuncitem),
     )
@@ -109,8 +112,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, Any, None]:
     """Show the report of the rank that failed first in place of that of this process."""
     outcome = yield
-    if call.when != "call" or call.excinfo is None or item.get_closest_marker(MARK) is None:
-        return
+    if call.when != "call" or call.excinfo is None or not item.stash.get(_LAUNCHED, False):
+        return  # a body that ran in this process has its report already
     report = outcome.get_result()
     if report.outcome == "failed":
         _show_ranks(report, call.excinfo.value)

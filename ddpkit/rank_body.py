@@ -13,16 +13,20 @@ from typing import Any, Literal
 
 import pytest
 
-from ddpkit.errors import GroupError, WorkerError
+from ddpkit.errors import ConfigError, GroupError, WorkerError
 from ddpkit.group import get_rank, get_world_size, process_group
+from ddpkit.serialize import check_sendable
 from ddpkit.testing import run_ranks
 
 Kind = Literal["passed", "skipped", "xfailed"]
 
 _REPORT = "_ddpkit_report"
+_BEGUN = ".begun"
 _PAUSE = 0.005
-PATIENCE = 2.0
-"""Seconds that a rank which skips gives the others to do so, too."""
+PATIENCE = 10.0
+"""Seconds that a rank which skips gives the others, once all have begun, to do so, too."""
+START_BOUND = 60.0
+"""Seconds that it gives them to begin: without a group ranks may start far apart."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ def run_test(
 
     Raises:
         BaseException: What the rank raised that failed first; see `report_of`.
+        ConfigError: An option is wrong, or ranks are not forked and a value cannot be sent to them.
         RanksDisagreeError: Some ranks skipped the test and others did not.
     """
     if world_size == 1:
@@ -92,8 +97,25 @@ def run_test(
 
         on_rank.__qualname__ = getattr(body, "__qualname__", on_rank.__qualname__)  # in messages
         on_rank.__module__ = "<test>"  # where no rank looks for it, so that it is sent by value
-        outcomes = run_ranks(on_rank, world_size, **options)
+        try:
+            outcomes = run_ranks(on_rank, world_size, **options)
+        except ConfigError as error:
+            if report_of(error) is None and "cannot be sent" in str(error):  # no rank had begun
+                _name_unsendable(arguments)
+            raise
     _follow(outcomes)
+
+
+def _name_unsendable(arguments: Mapping[str, Any]) -> None:
+    """Raise in the words of a test where the value of a fixture cannot be sent to ranks."""
+    try:
+        check_sendable({f"fixture {name}": value for name, value in arguments.items()})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} The ranks of this test are not forked from pytest, for it has other threads "
+            "or start_method= says so, and get the values of fixtures by pickle. Make this one in "
+            "the body of the test."
+        ) from None
 
 
 def run_alone(body: Callable[..., Any], arguments: Mapping[str, Any], *, opens_group: bool) -> None:
@@ -125,6 +147,7 @@ def describe_others(error: BaseException, rank: int) -> str:
 def _run_on_rank(
     body: Callable[..., Any], arguments: Mapping[str, Any], style: Style, folder: str
 ) -> Outcome:
+    (Path(folder) / f"{get_rank()}{_BEGUN}").touch()
     try:
         with _measured():
             outcome = _outcome_of(body, arguments)
@@ -166,14 +189,23 @@ def _agree(outcome: Outcome, folder: Path) -> None:
     """
     rank, world_size = get_rank(), get_world_size()
     _write(folder / str(rank), outcome.kind)
+    if outcome.kind == "passed":
+        return
+    _wait_until_all_have_begun(folder, world_size)
     deadline = time.monotonic() + PATIENCE
-    while outcome.kind != "passed":
+    while True:
         kinds = {other: _read(folder / str(other)) for other in range(world_size)}
         if set(kinds.values()) == {outcome.kind}:
             return
         different = [other for other, kind in kinds.items() if kind not in (None, outcome.kind)]
         if different or time.monotonic() > deadline:
             raise RanksDisagreeError(_describe_difference(rank, outcome, kinds))
+        time.sleep(_PAUSE)
+
+
+def _wait_until_all_have_begun(folder: Path, world_size: int) -> None:
+    deadline = time.monotonic() + START_BOUND
+    while len(list(folder.glob(f"*{_BEGUN}"))) < world_size and time.monotonic() < deadline:
         time.sleep(_PAUSE)
 
 

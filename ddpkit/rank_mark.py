@@ -14,6 +14,7 @@ DESCRIPTION = (
     "are set up once, in the process of pytest. The options are those of ddpkit.testing.run_ranks."
 )
 _OPTIONS = ("timeout", "time_limit", "start_method", "init_group")
+_METHODS = ("auto", "fork", "forkserver", "spawn")
 _DEFAULT = (2,)
 
 
@@ -56,5 +57,24 @@ def read_mark(arguments: Sequence[Any], options: Mapping[str, Any]) -> RankMark:
             f"@pytest.mark.ranks has no option {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(_OPTIONS)}."
         )
+    for name, value in options.items():
+        expected = _problem_of(name, value)
+        if expected is not None:
+            raise ConfigError(
+                f"@pytest.mark.ranks was given {name}={value!r}, but {name} is {expected}."
+            )
     sizes = tuple(dict.fromkeys(arguments)) or _DEFAULT
     return RankMark(sizes, dict(options))
+
+
+def _problem_of(name: str, value: object) -> str | None:
+    """Say what an option has to be, None where it is that."""
+    if name == "start_method":
+        return None if value in _METHODS else f"one of {', '.join(_METHODS)}"
+    if name == "init_group":
+        return None if isinstance(value, bool) else "True or False"
+    if value is None and name == "time_limit":
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return None
+    return "a positive number of seconds"

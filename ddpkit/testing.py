@@ -1,4 +1,19 @@
-"""Helpers for tests of distributed code on a machine without accelerators."""
+"""Helpers for tests of distributed code on a machine without accelerators.
+
+With ddpkit installed, pytest knows a mark that runs the body of a test on several ranks:
+
+    @pytest.mark.ranks(2)
+    def test_the_mean_is_that_of_all_ranks():
+        assert reduce_mean(float(get_rank())) == 0.5
+
+`ranks(1, 2, 3)` makes a test for each number. Options are those of `run_ranks`: `timeout=`,
+`time_limit=`, `start_method=` and `init_group=`. Fixtures and parameters are set up once, in the
+process of pytest, and each rank has copies of their values: what it changes in them stays there.
+Where ranks cannot be forked, the values have to be picklable. A failure shows the report of the
+rank that failed first. A test is skipped, or expected to fail, on all ranks or on none.
+
+Where a test needs what the ranks return, it calls `run_ranks` itself.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 # A run of pytest within this process takes away what it was the first to import, and torch cannot
 # be imported twice.
-import ddpkit.rank_body  # noqa: F401
+from ddpkit import rank_body
 
 HEAD = """
 import os
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddpkit import get_rank, get_world_size, reduce_sum
+from ddpkit.errors import ConfigError
 """
 
 
@@ -101,7 +102,10 @@ def test_without_the_mark():
     result.stdout.fnmatch_lines(["*test_sizes[[]2-ranks-5[]] PASSED*"])
 
 
-def test_skips_and_expected_failures_agree_across_ranks(pytester: pytest.Pytester) -> None:
+def test_skips_and_expected_failures_agree_across_ranks(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_body, "PATIENCE", 2.0)
     result = run(
         pytester,
         """
@@ -130,6 +134,10 @@ def test_marked():
 def test_never():
     assert False
 
+@pytest.mark.ranks(1)
+def test_skipped_alone():
+    pytest.skip("alone")
+
 @pytest.mark.ranks(2)
 def test_skipped_by_one():
     if get_rank() == 1:
@@ -143,7 +151,7 @@ def test_skipped_by_one_when_the_other_has_passed():
 """,
         "-rs",
     )
-    result.assert_outcomes(skipped=3, xfailed=2, failed=2)
+    result.assert_outcomes(skipped=4, xfailed=2, failed=2)
     result.stdout.fnmatch_lines(
         [
             "*Rank 1 skipped the test ('only here'), but rank 0 goes on.*",
@@ -184,10 +192,14 @@ def test_killed():
 @pytest.mark.ranks(1)
 def test_alone():
     assert get_world_size() == 2
+
+@pytest.mark.ranks(1)
+def test_wrong_use():
+    raise ConfigError("by the test")
 """,
         "--showlocals",
     )
-    result.assert_outcomes(failed=4)
+    result.assert_outcomes(failed=5)
     text = result.stdout.str()
     result.stdout.fnmatch_lines(
         [
@@ -202,6 +214,7 @@ def test_alone():
     assert "printed by 0" in text
     assert "printed by 1" in text
     result.stdout.fnmatch_lines(["E*Failed: told so", "*rank 1*SIGKILL*", "E*assert 1 == 2"])
+    result.stdout.fnmatch_lines(['>*raise ConfigError("by the test")'])  # with its place
     result.stdout.fnmatch_lines(["FAILED*test_told - ..."])  # the message, were there room for it
     assert "supervisor.py" not in text
 
@@ -255,6 +268,27 @@ async def test_async():
     assert result.parseoutcomes()["errors"] == 2
     result.stdout.fnmatch_lines(["*this is a method of a unittest.TestCase.*"])
     result.stdout.fnmatch_lines(["*this one is async or yields.*"])
+
+
+def test_a_fixture_that_cannot_be_sent_is_named(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import threading
+
+@pytest.fixture
+def lock():
+    return {"one": threading.Lock()}
+
+@pytest.mark.ranks(2, start_method="forkserver")
+def test_it(lock):
+    pass
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*fixture lock[[]'one'[]]*_thread.lock*are not forked from pytest*"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import ddpkit
 PACKAGE = Path(ddpkit.__file__).parent
 
 # Module -> what it stands on: it may import these, and whatever these stand on. A new module needs
-# a row here, and the architecture section of the README its line.
+# a row here, and a line in docs/architecture.md.
 STANDS_ON = {
     "errors": "",
     "variables": "errors",
