@@ -62,9 +62,10 @@ test-programs: $(INSTALLED)
 test-oldest: $(OLDEST_INSTALLED) ## the tests with the oldest torch (a quarter of an hour)
 	$(OLDEST_PYTHON) -m pytest tests -m 'not drill and not gpu' --timeout 180
 
-# What waits for other machines and launchers runs beside the programs, which keep a core busy.
-WAITING  := $(addprefix tests/launcher/test_,hosts.py restarts.py slurm.py mpi.py)
-PROGRAMS := $(filter-out $(WAITING),$(wildcard tests/launcher/test_*.py))
+# Two halves that take about as long run beside each other: what waits for launchers and machines,
+# with the ranks, and most of the programs, which keep a core busy.
+WITH_RANKS := $(addprefix tests/launcher/test_,hosts.py restarts.py slurm.py mpi.py legacy.py)
+PROGRAMS   := $(filter-out $(WITH_RANKS),$(wildcard tests/launcher/test_*.py))
 
 drills: $(INSTALLED)    ## soaks, kills, real launchers and other long tests
 	@$(PARALLEL) drill-programs drill-others

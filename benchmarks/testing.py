@@ -102,7 +102,7 @@ def run(arena: Arena, way: Way) -> Run:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command, env=arena.environment(mark), capture_output=True, text=True, timeout=BOUND
+            command, env=environment(arena, mark), capture_output=True, text=True, timeout=BOUND
         )
     finally:
         kill_marked(mark)
@@ -110,6 +110,13 @@ def run(arena: Arena, way: Way) -> Run:
     if done.returncode != 0:
         raise TestsFailedError(f"{way.file}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return read_times(folder / "times.xml", whole)
+
+
+def environment(arena: Arena, mark: str) -> dict[str, str]:
+    """Make the variables of a run; bytecode is kept, as from one run of a user's to the next."""
+    variables = arena.environment(mark)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 def read_times(file: Path, whole: float) -> Run:

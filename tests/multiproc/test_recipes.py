@@ -1,4 +1,4 @@
-"""The recipes of the README, run as they stand there on two ranks."""
+"""The recipes of the guide, run as they stand there on two ranks."""
 
 import contextlib
 import json
@@ -20,9 +20,9 @@ from torch.profiler import profile
 from ddpkit import ddp, get_device, get_rank, get_world_size, is_rank0, reduce_mean
 from ddpkit.testing import assert_replicas_equal, run_ranks
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
 RECIPES = re.findall(
-    r"```python\n(.*?)```", README.split("### Recipes")[1].split("### ")[0], re.DOTALL
+    r"```python\n(.*?)```", GUIDE.split("\n## Recipes")[1].split("\n## ")[0], re.DOTALL
 )
 IMPORTED: dict[str, Any] = {
     value.__name__: value
