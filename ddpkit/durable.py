@@ -164,7 +164,9 @@ class _Recorder(io.RawIOBase):
         return size
 
     def flush(self) -> None:
-        self._file.flush()
+        # From Python 3.13 on an error of this is shown also when the end of the object calls it.
+        if not self._file.closed:
+            self._file.flush()
 
     # The rest is for `zipfile`, which adds to what torch has written.
 
