@@ -19,11 +19,13 @@ from pathlib import Path
 
 import psutil
 
-# Variables that a test may change: pytest's own, and those that scikit-learn and torch's compiler
-# (which comes with the first optimizer) set when they are imported first.
+# Variables that a test may change: pytest's own, those that scikit-learn and torch's compiler
+# (which comes with the first optimizer) set when they are imported first, and the one that torch
+# 2.6 sets when it first looks for a GPU.
 FREE_VARIABLES = frozenset(
     {
         "PYTEST_CURRENT_TEST",
+        "CUDA_MODULE_LOADING",
         "KMP_DUPLICATE_LIB_OK",
         "KMP_INIT_AT_FORK",
         "TORCHINDUCTOR_CACHE_DIR",

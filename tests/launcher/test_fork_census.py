@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddpkit.threads import usable_cores
+from tests.forking import needs_fork
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(120)]  # a busy machine starts slowly
 
@@ -188,6 +189,7 @@ def launch_after(work: str) -> dict[str, Any]:
         drill(WATCHDOG, id="with the watchdog of faulthandler"),
     ],
 )
+@needs_fork
 @pytest.mark.skipif(usable_cores() < 2, reason="on one core there are no pools")
 def test_ranks_are_forked_after(work: str) -> None:
     found = launch_after(work)

@@ -12,6 +12,7 @@ import pytest
 # A run of pytest within this process takes away what it was the first to import, and torch cannot
 # be imported twice.
 from ddpkit import rank_body
+from tests.forking import needs_fork
 
 HEAD = """
 import os
@@ -165,6 +166,7 @@ def test_skipped_by_one_when_the_other_has_passed():
 # -------------------------------------------------------------------------------------- failures
 
 
+@needs_fork  # for the values of assertions, and for a start within a second
 def test_the_report_is_that_of_the_rank_that_failed_first(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
@@ -219,6 +221,7 @@ def test_wrong_use():
     assert "supervisor.py" not in text
 
 
+@needs_fork  # for the values of assertions, and for a start within a second
 def test_a_time_limit_says_where_the_ranks_are(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,

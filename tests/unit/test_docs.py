@@ -58,6 +58,15 @@ def test_no_code_is_shown_in_another_way(page: str) -> None:
     assert [line for before, line in pairs if not before.strip() and line.startswith("    ")] == []
 
 
+@pytest.mark.parametrize("page", WRITTEN)
+def test_what_is_printed_follows_a_command(page: str) -> None:
+    # Otherwise there is nothing to compare it with, and any text would do.
+    blocks = find_blocks(read_page(page), page)
+    verbs = ["", *(block.verb for block in blocks)]
+    pairs = zip(verbs, blocks, strict=False)
+    assert [b.place for verb, b in pairs if b.verb == "prints" and verb != "run"] == []
+
+
 # ------------------------------------------------------------------------------------------- links
 
 
