@@ -413,8 +413,12 @@ def _recorded_for_torchrun(topology: Topology) -> Iterator[None]:
 def _divided_threads(topology: Topology) -> Iterator[None]:
     """Give this rank its share of the cores, and put the number back afterwards."""
     before = torch.get_num_threads()
-    setting = threads.setting_of_user(os.environ, os.getppid())
-    share = threads.threads_per_rank(threads.usable_cores(), topology.local_world_size, setting)
+    share = threads.threads_per_rank(
+        threads.usable_cores(),
+        topology.local_world_size,
+        threads.setting_of_user(os.environ, os.getppid()),
+        threads.cores_by_launcher(os.environ, topology.source),
+    )
     torch.set_num_threads(share)
     try:
         yield

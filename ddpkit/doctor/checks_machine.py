@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ddpkit.doctor.facts import Cores, Facts, Space
 from ddpkit.doctor.finding import Finding, note, problem
 from ddpkit.threads import VARIABLE as THREADS_VARIABLE
-from ddpkit.threads import threads_per_rank
+from ddpkit.threads import cores_by_launcher, threads_per_rank
 
 __all__ = ["CHECKS", "count_ranks", "threads_of_rank"]
 
@@ -50,7 +50,8 @@ def threads_of_rank(facts: Facts) -> int | None:
     topology = facts.launcher.topology if facts.launcher else None
     if setting == "1" and topology is not None and topology.source == "torchrun":
         setting = None  # torchrun's own default, which ddpkit replaces
-    return threads_per_rank(facts.cores.usable, count_ranks(facts), setting)
+    own = cores_by_launcher(facts.variables, topology.source) if topology is not None else None
+    return threads_per_rank(facts.cores.usable, count_ranks(facts), setting, own)
 
 
 def _ranks_that_share(facts: Facts) -> int:
@@ -127,17 +128,7 @@ def _check_quota(facts: Facts) -> Iterator[Finding]:
     if cores is None or cores.quota is None or THREADS_VARIABLE in facts.variables:
         return
     quota = max(1, int(cores.quota))
-    if quota < cores.usable:
-        yield problem(
-            "quota-not-seen",
-            f"A control group gives this process the time of {cores.quota:g} cores, but ddpkit "
-            f"counts with {cores.usable}, because it does not see that quota. So many threads are "
-            "stopped together whenever the quota is used up.",
-            f"Set {THREADS_VARIABLE}={max(1, quota // count_ranks(facts))} for each rank.",
-            quota=cores.quota,
-            cores=cores.usable,
-        )
-    elif quota < cores.affinity:
+    if quota < cores.affinity:
         yield note(
             "quota",
             f"A control group gives this process the time of {cores.quota:g} cores. ddpkit counts "

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpkit.doctor.cgroup import quota_of_groups
+from ddpkit.cgroup import quota_of_groups
 from ddpkit.doctor.facts import Cores, Limits, NvidiaHost, Space
 from ddpkit.threads import usable_cores
 

@@ -32,7 +32,6 @@ OF_THE_MACHINE = {
     "too-few-descriptors",
     "shared-memory-small",
     "too-few-cores",
-    "quota-not-seen",
     "host-name-unresolved",
     "resolver-slow",
 }

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ddpkit import __main__ as program
+from ddpkit.cgroup import quota_of_groups
 from ddpkit.doctor import examination, installed, machine, resolver, surroundings
-from ddpkit.doctor.cgroup import quota_of_groups
 from ddpkit.doctor.checks import find_problems
 from ddpkit.doctor.exercise import exchange
 from ddpkit.doctor.facts import Facts, Installation, Lookup, Space, TorchBuild

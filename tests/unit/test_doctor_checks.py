@@ -220,10 +220,6 @@ INJECTED: dict[str, tuple[Facts, str]] = {
         with_variables(replace(WELL, cores=Cores(8, 2, None, 2)), DDPKIT_NPROC_PER_NODE="4"),
         "too-few-cores",
     ),
-    "quota that is not seen": (
-        replace(WELL, cores=Cores(8, 8, 2.0, 8)),
-        "quota-not-seen",
-    ),
     # 11. the temporary folder
     "temporary folder": (
         replace(WELL, temporary=Space("/nonesuch", error="FileNotFoundError: ...")),
@@ -403,6 +399,11 @@ def test_an_empty_setting_hides_nothing_where_there_is_nothing() -> None:
 def test_many_ranks_without_a_setting_divide_the_cores() -> None:
     facts = with_variables(DDPKIT_NPROC_PER_NODE="4")
     assert (count_ranks(facts), threads_of_rank(facts), ids(facts)) == (4, 2, [])
+
+
+def test_cores_that_srun_gave_each_task_are_not_divided() -> None:
+    assert threads_of_rank(under({**STEP, "SLURM_CPUS_PER_TASK": "6"})) == 6
+    assert threads_of_rank(under(STEP)) == 4
 
 
 def test_the_one_thread_of_torchrun_is_not_the_users() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ddpkit import threads
-from ddpkit.threads import setting_of_user, threads_per_rank, usable_cores
+from ddpkit.threads import cores_by_launcher, setting_of_user, threads_per_rank, usable_cores
 
 PARENT = 77
 
@@ -29,28 +29,38 @@ def test_threads_of_a_rank(cores: int, ranks: int, setting: str | None, expected
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"),
+    ("cores", "own", "expected"),
+    [(8, 4, 4), (64, 4, 4), (2, 8, 2), (8, None, 4), (8, 0, 4), (1, 4, 1)],
+)
+def test_cores_that_are_a_ranks_own_are_not_divided(
+    cores: int, own: int | None, expected: int
+) -> None:
+    assert threads_per_rank(cores, 2, None, own) == expected
+    assert threads_per_rank(cores, 2, "3", own) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "source", "own"),
     [
-        ("200000 100000\n", 2),
-        ("150000 100000", 1),
-        ("50000 100000", 1),
-        ("max 100000\n", None),
-        ("", None),
-        ("200000 0", None),
+        ("4", "slurm", 4),
+        ("4", "torchrun", None),  # a task of srun that runs torchrun: its ranks share the cores
+        ("0", "slurm", None),
+        ("many", "slurm", None),
+        (None, "slurm", None),
     ],
 )
-def test_quota_of_a_container(text: str, cores: int | None) -> None:
-    assert threads._quota_of(text) == cores
+def test_cores_by_launcher(setting: str | None, source: str, own: int | None) -> None:
+    environ = {} if setting is None else {"SLURM_CPUS_PER_TASK": setting}
+    assert cores_by_launcher(environ, source) == own
 
 
-def test_affinity_and_quota_limit_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quota", "cores"), [(None, 6), (4.0, 4), (8.0, 6), (1.5, 1), (0.5, 1)])
+def test_affinity_and_quota_limit_the_cores(
+    quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr(threads, "_read", lambda path: "")
-    assert usable_cores() == 6
-    monkeypatch.setattr(threads, "_read", lambda path: "400000 100000")
-    assert usable_cores() == 4
-    monkeypatch.setattr(threads, "_read", lambda path: "800000 100000")
-    assert usable_cores() == 6
+    monkeypatch.setattr(threads, "quota_of_groups", lambda: quota)
+    assert usable_cores() == cores
 
 
 def set_environment_of_parent(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
