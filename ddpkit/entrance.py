@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ddpkit import mover
+from ddpkit.nested import with_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -199,9 +200,7 @@ class _Carried(dict[str, Any]):
         moved = {key: self.move(item) for key, item in value.items()}
         if all(moved[key] is value[key] for key in moved):
             return value
-        new = copy.copy(value)
-        for key, item in moved.items():  # not every mapping has update()
-            new[key] = item
+        new = with_items(value, moved)
         self._rebuilt.append((value, new, [(value[key], moved[key]) for key in moved]))
         return new
 

@@ -10,9 +10,10 @@ import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
 T = TypeVar("T")
+M = TypeVar("M", bound="MutableMapping[Any, Any]")
 
 
 def leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
@@ -35,9 +36,8 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Rebuild a value with every leaf replaced, in the order of `leaves`."""
     if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: map_leaves(function, value[key]) for key in _ordered_keys(value)})
-        return new
+        new = {key: map_leaves(function, value[key]) for key in _ordered_keys(value)}
+        return with_items(value, new)
     if isinstance(value, (tuple, list)):
         items = [map_leaves(function, item) for item in value]
         is_named_tuple = isinstance(value, tuple) and hasattr(value, "_fields")
@@ -49,6 +49,17 @@ def with_leaves(value: T, new_leaves: Iterator[Any]) -> T:
     """Rebuild a value with other leaves, which come in the order of `leaves`."""
     rebuilt: T = map_leaves(lambda _: next(new_leaves), value)
     return rebuilt
+
+
+def with_items(mapping: M, items: Mapping[Any, Any]) -> M:
+    """Copy a mapping, of whatever class, and set items of the copy.
+
+    One by one, because `update` is something else in some classes: that of `Counter` adds.
+    """
+    new = copy.copy(mapping)
+    for key, item in items.items():
+        new[key] = item
+    return new
 
 
 def _ordered_keys(value: dict[Any, Any]) -> list[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
+
+from ddpkit.nested import with_items
 
 __all__ = ["move", "moved_ahead", "moves_ahead"]
 
@@ -100,9 +101,7 @@ def _map(batch: Any, function: Callable[[Any], Any]) -> Any:
     if hasattr(batch, "to"):
         return function(batch)
     if isinstance(batch, MutableMapping):
-        mapped = copy.copy(batch)
-        mapped.update({key: _map(value, function) for key, value in batch.items()})
-        return mapped
+        return with_items(batch, {key: _map(value, function) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map(value, function) for value in batch))
     if isinstance(batch, (list, tuple)):

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddpkit.blocks import Findings, tensors_of
 from ddpkit.errors import ConfigError
 from ddpkit.meeting import Operand, is_left_alone, meeting_device
-from ddpkit.nested import leaves
+from ddpkit.nested import leaves, with_items
 from ddpkit.randomness import read_global_streams, write_global_streams
 
 __all__ = ["Placement", "Rehearsal"]
@@ -467,20 +467,13 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -
         data, order, back = _map_tensors(function, parts)
         return value._replace(data=data, sorted_indices=order, unsorted_indices=back)
     if isinstance(value, MutableMapping):
-        return _changed(value, {k: _map_tensors(function, v) for k, v in value.items()})
+        return with_items(value, {k: _map_tensors(function, v) for k, v in value.items()})
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _with_fields(function, value)
     return value
-
-
-def _changed(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    new = copy.copy(value)
-    for key, item in items.items():
-        new[key] = item
-    return new
 
 
 def _with_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

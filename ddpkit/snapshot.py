@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddpkit.errors import CheckpointError
+from ddpkit.nested import with_items
 from ddpkit.serialize import type_name_of
 from ddpkit.wrap import unwrap
 
@@ -59,9 +60,7 @@ def _map_leaves(value: Any, function: Callable[[Any], Any], *, anew: bool = Fals
         items = {key: _map_leaves(item, function, anew=anew) for key, item in value.items()}
         if not anew and all(items[key] is value[key] for key in value):
             return value
-        new = copy.copy(value)
-        new.update(items)
-        return new
+        return with_items(value, items)
     if isinstance(value, (list, tuple)):
         parts = [_map_leaves(item, function, anew=anew) for item in value]
         if not anew and all(part is item for part, item in zip(parts, value, strict=True)):

@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 from ddpkit.digest import digest_of_item
 from ddpkit.permutation import derive_seed
 from ddpkit.randomness import PrivateRandomness
-from ddpkit.sampler import Layout, Note
+from ddpkit.sampler import Layout, Note, tell_epoch, wrapped_datasets
 from ddpkit.serving import Collate, Pass, Reply, Server
 
 __all__ = ["OwnStreamServer", "StreamBatches", "StreamServer"]
@@ -135,7 +135,7 @@ class StreamServer(Server):
         if note.is_empty:
             return None, note
         # The head last: asking for it may end the walk.
-        padded = step if stop <= len(step) else step + self._head(walk, stop - len(step))
+        padded = step if stop <= len(step) else step + self._head(current, walk, stop - len(step))
         share = padded[start:stop]
         with self.randomness(current, place):
             return self.collated(share), note
@@ -150,7 +150,7 @@ class StreamServer(Server):
 
     def _start(self, current: Pass) -> _Walk:
         state = current.source_state if self._pristine.has_state else None
-        self._pristine.restore(state)
+        self._pristine.restore(state, current.epoch)
         return _Walk(
             self.dataset,
             seed=derive_seed("stream", self._seed, current.epoch),
@@ -158,11 +158,11 @@ class StreamServer(Server):
             head=self._layout.world_size - 1,
         )
 
-    def _head(self, walk: _Walk, size: int) -> list[Any]:
+    def _head(self, current: Pass, walk: _Walk, size: int) -> list[Any]:
         """Return the first items of the stream once more, in a circle if there are too few."""
         head = walk.head
         if walk.began_at:  # in the middle, by a state
-            self._pristine.restore(None)
+            self._pristine.restore(None, current.epoch)
             anew = _Walk(self.dataset, seed=walk.seed, position=0, head=0)
             head = anew.take(self._layout.world_size - 1)
             self._walk = None
@@ -278,7 +278,7 @@ class _Pristine:
         self._beginning: Any = None
         self._was_used = False
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, epoch: int) -> None:
         if not self.has_state:
             return
         if not self._was_used:
@@ -289,6 +289,8 @@ class _Pristine:
         wanted = self._beginning if state is None else state
         if wanted is not None:
             self._dataset.load_state_dict(copy.deepcopy(wanted))
+        if state is None:  # the beginning that is known is that of another epoch
+            tell_epoch(wrapped_datasets(self._dataset), epoch)
 
 
 def _has_state(dataset: Any) -> bool:

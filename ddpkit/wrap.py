@@ -64,7 +64,9 @@ def ddp(
 
     What comes back is a `DistributedDataParallel` that reads like the model: attributes and methods
     of the model can be used, names in `state_dict()` have no `module.` in front, and
-    `load_state_dict()` takes names with and without it. `copy.deepcopy` of it is the plain model.
+    `load_state_dict()` takes names with and without it (that of the model itself, in a world of
+    one, takes its own names alone; `barrier_load(into=...)` takes both in every world).
+    `copy.deepcopy` of it is the plain model.
 
     Gradients are averaged whenever a forward ran with gradients enabled, in eval mode too. A
     forward without gradients does not communicate, so validation may run on one rank alone.

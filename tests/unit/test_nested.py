@@ -35,6 +35,20 @@ def test_containers_keep_their_types() -> None:
     assert doubled[1].default_factory is int
 
 
+class Fixed(dict[str, Any]):
+    """Like the outputs of some models, which have items that may be set but no `update`."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("cannot be updated")
+
+
+def test_mappings_whose_update_is_something_else() -> None:
+    # That of a Counter adds.
+    counter = collections.Counter(correct=3, total=4)
+    assert map_leaves(lambda leaf: 2 * leaf, counter) == {"correct": 6, "total": 8}
+    assert map_leaves(lambda leaf: 2 * leaf, Fixed(loss=3)) == {"loss": 6}
+
+
 def test_the_value_itself_may_be_a_leaf() -> None:
     assert list(leaves(3, "value")) == [("value", 3)]
     assert with_leaves(3, iter([4])) == 4

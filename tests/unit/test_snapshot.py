@@ -98,6 +98,14 @@ def test_containers_without_tensors_are_copied_too() -> None:
     assert new == {"losses": [0.5], "best": {"epoch": 1}, "pair": ([1], 2), "seen": {1}}
 
 
+def test_counters_are_copied_and_not_doubled() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 60]).state_dict()
+    new = on_cpu(state, space=CopySpace())
+    assert new["milestones"] == {30: 1, 60: 1}
+    assert new["milestones"] is not state["milestones"]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -56,18 +56,43 @@ class Resumable(Stream):
         self.read: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length).tolist()
+        order = self.order()
         while self.position < self.length:
             self.position += 1
             self.read.append(order[self.position - 1])
             yield self.read[-1]
         self.position = 0
 
+    def order(self) -> list[int]:
+        shuffled: list[int] = torch.randperm(self.length).tolist()
+        return shuffled
+
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+class RemembersEpoch(Resumable):
+    """Is told the epoch, which is a part of its state, too."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self) -> list[int]:
+        shuffled = list(range(self.length))
+        random.Random(self.epoch).shuffle(shuffled)
+        return shuffled
+
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
 
 
 class ByWorker(Stream):
@@ -323,6 +348,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: Shuffled(23),
     "resumable": lambda: Resumable(23),
     "told": lambda: Told(23),
+    "remembers the epoch": lambda: RemembersEpoch(23),
 }
 
 
@@ -363,6 +389,16 @@ def test_a_dataset_with_a_state_reads_nothing_that_it_skips() -> None:
     plain = make(Stream(23))
     plain.load_state_dict({k: v for k, v in state.items() if k != "dataset"})
     assert flat(ids(plain)) == list(range(16, 23))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_part_of_the_state_goes_on(workers: int) -> None:
+    loader = make(RemembersEpoch(8), num_workers=workers, persistent_workers=workers > 0)
+    for epoch in (0, 1, 2, 5):
+        loader.set_epoch(epoch)
+        expected = RemembersEpoch(8)
+        expected.set_epoch(epoch)
+        assert flat(ids(loader)) == expected.order()
 
 
 def test_a_broken_epoch_of_a_dataset_with_a_state_does_not_shift_the_next() -> None:
