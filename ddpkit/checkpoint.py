@@ -54,6 +54,7 @@ _logger = logging.getLogger(__name__)
 _RECORD = "archive/ddpkit.json"  # "archive" is torch's name for the root of files like ours
 _STREAMS = "archive/ddpkit-rng.pt"
 _CHUNK_BYTES = 32 << 20
+_WITH_RNG = "(include_rng=True)"  # in the name of a call
 
 
 # ---------------------------------------------------------------------------------- public calls
@@ -111,13 +112,14 @@ def rank0_save(
     """
     target = _checked_path("rank0_save", path)
     _check_keep_last(keep_last, target)
-    streams = exchange(read_global_streams(), name="rank0_save") if include_rng else []
+    # Named by themselves, so that ranks that were given different options are told so.
+    streams = exchange(read_global_streams(), name=f"rank0_save{_WITH_RNG}") if include_rng else []
     with _original_cause():
         run_on_rank0(
             lambda: _save(obj, target, streams, keep_last, in_background=background),
             name="rank0_save",
         )
-    return SaveHandle(target)
+    return SaveHandle(target, _background.current)
 
 
 class SaveHandle:
@@ -127,20 +129,25 @@ class SaveHandle:
         >>> rank0_save({"epoch": 3}, "last.pt", background=True).wait()
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, save: _BackgroundSave | None = None) -> None:
         self.path = path
+        self._save = save
 
     def wait(self) -> None:
-        """Wait until the save is on disk, on all ranks.
+        """Wait until this save is on disk, on all ranks.
 
-        Collective: every rank must call this. It waits for a later save, too, if there is one, and
-        returns at once where nothing is being written.
+        Collective: every rank must call this. It returns at once where nothing is being written.
 
         Raises:
-            CheckpointError: On every rank, if rank 0 could not write it.
+            CheckpointError: On every rank, if rank 0 could not write it, also where another call
+                has raised that before.
         """
         with _original_cause():
-            run_on_rank0(join_open_save, name="SaveHandle.wait")
+            run_on_rank0(self._join, name="SaveHandle.wait")
+
+    def _join(self) -> None:
+        if self._save is not None:
+            self._save.join()
 
 
 def latest_checkpoint(
@@ -175,7 +182,7 @@ def latest_checkpoint(
 
 
 def _latest(folder: str, pattern: str, verify: bool) -> Path | None:
-    join_open_save()  # it may be the one
+    _background.join()  # it may be the one
     try:
         files = sorted_by_number([file for file in Path(folder).glob(pattern) if file.is_file()])
     except OSError as error:
@@ -243,7 +250,11 @@ def barrier_load(
     if into is None:
         value = loaded.own(loaded.value)
     else:
-        _agree_on_outcome(target, lambda: _restore(loaded.value, into, loaded, target))
+        _agree_on_outcome(
+            target,
+            lambda: _restore(loaded.value, into, loaded, target),
+            name="barrier_load(into=...)",
+        )
         rest = loaded.own({key: item for key, item in loaded.value.items() if key not in into})
         value = {key: into[key] if key in into else rest[key] for key in loaded.value}
     if streams is not None:
@@ -311,8 +322,8 @@ def _save(
     *,
     in_background: bool,
 ) -> None:
-    join_open_save()
-    state = _state_to_save(obj, target, _open_save.space if in_background else None)
+    _background.join()
+    state = _state_to_save(obj, target, _background.space if in_background else None)
     records = _records(streams)
     place = str(Path(target).absolute())  # the working folder may be another one by then
 
@@ -322,7 +333,7 @@ def _save(
             _remove_older(place, keep_last)
 
     if in_background:
-        _open_save.start(write)
+        _background.start(write)
     else:
         write()
 
@@ -346,48 +357,57 @@ def _remove_older(target: str, keep: int) -> None:
         _logger.warning("could not remove the checkpoints before %s: %s", target, error)
 
 
-class _OpenSave:
+class _BackgroundSave:
+    """A save that a thread writes.
+
+    No daemon: a program that ends has its last save written.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self.was_told = False
+        self._write = write
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ddpkit-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001  # raised again by whoever joins
+            self._error = error
+        del self._write  # and the copy of the state with it
+
+    def join(self) -> None:
+        """Wait for it, and raise what it has raised."""
+        self._thread.join()
+        self.was_told = True
+        if self._error is not None:
+            raise self._error
+
+
+class _Background:
     """The one save that may be under way in this process."""
 
     def __init__(self) -> None:
         self.space = CopySpace()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self.current: _BackgroundSave | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         finish_before_end(self.join)
-        # No daemon: a program that ends has its last save written, and an error of it shown.
+        # So that an error of the last one is shown at the end of the program.
         atexit.unregister(self.join)
         atexit.register(self.join)
-        self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-save")
-        self._thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001  # raised again by whoever joins
-            self._error = error
+        self.current = _BackgroundSave(write)
 
     def join(self) -> None:
-        """Wait for it, and raise what it has raised, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None  # after the wait, which an interrupt may cut short
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        """Wait for it, and raise what it has raised, unless somebody has heard of that."""
+        save = self.current
+        if save is not None and not save.was_told:
+            save.join()
+        self.current = None
 
 
-_open_save = _OpenSave()
-
-
-def join_open_save() -> None:
-    """Wait for the save that this process writes in the background, if there is one.
-
-    Raises:
-        CheckpointError: It could not be written.
-    """
-    _open_save.join()
+_background = _Background()
 
 
 def _state_to_save(obj: object, target: str, space: CopySpace | None) -> Any:
@@ -494,7 +514,8 @@ def _load(
     target: str, map_location: Any, weights_only: bool, *, verify: bool, streams: bool
 ) -> tuple[_Loaded, Mapping[str, Any] | None]:
     on_rank0: list[_Loaded] = []
-    run_on_rank0(join_open_save, name="barrier_load")  # it may be this very file
+    name_of_call = f"barrier_load{_WITH_RNG if streams else ''}"
+    run_on_rank0(_background.join, name=name_of_call)  # it may write this very file
     with _pinned(target) as name:
 
         def read_on_rank0() -> tuple[_Identity, bytes | None]:
@@ -680,7 +701,7 @@ def _damaged_message(target: str) -> str:
     )
 
 
-def _agree_on_outcome(target: str, work: Callable[[], T]) -> T:
+def _agree_on_outcome(target: str, work: Callable[[], T], *, name: str = "barrier_load") -> T:
     """Do something on every rank; if it fails on one, fail on all with the same error."""
     results: list[T] = []
     failure: Exception | None = None
@@ -688,7 +709,7 @@ def _agree_on_outcome(target: str, work: Callable[[], T]) -> T:
         results.append(work())
     except Exception as error:  # noqa: BLE001  # raised below, when the others know
         failure = error
-    texts = exchange(None if failure is None else str(failure), name="barrier_load")
+    texts = exchange(None if failure is None else str(failure), name=name)
     failed = [rank for rank, text in enumerate(texts) if text is not None]
     if not failed:
         return results[0]

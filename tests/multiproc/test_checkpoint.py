@@ -21,9 +21,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from ddpkit import checkpoint, durable
+from ddpkit import barrier, checkpoint, durable
 from ddpkit.checkpoint import barrier_load, latest_checkpoint, rank0_save
-from ddpkit.errors import CheckpointError, WorkerError
+from ddpkit.errors import CheckpointError, GroupError, PeerError, WorkerError
 from ddpkit.group import get_rank, is_rank0
 from ddpkit.testing import run_ranks
 from ddpkit.wrap import ddp
@@ -369,6 +369,29 @@ def test_an_error_in_the_background_is_everybodys_and_comes_once(
     assert torch.load(tmp_path / "x.pt") == {"n": 3}
 
 
+@pytest.mark.parametrize("told_by", ["next save", "latest", "load"])
+def test_the_handle_of_a_save_that_failed_never_says_that_it_is_on_disk(
+    tmp_path: Path, told_by: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+
+    def use() -> list[str]:
+        rank0_save({"n": 0}, tmp_path / "x.pt")
+        handle = rank0_save({"n": 1}, tmp_path / "folder", background=True)
+        calls: dict[str, Callable[[], object]] = {
+            "next save": lambda: rank0_save({"n": 2}, tmp_path / "x.pt"),
+            "latest": lambda: latest_checkpoint(tmp_path),
+            "load": lambda: barrier_load(tmp_path / "x.pt"),
+        }
+        texts = [outcome(calls[told_by])[1]]
+        rank0_save({"n": 3}, tmp_path / "x.pt", background=True).wait()
+        return texts + [outcome(handle.wait)[1] for _ in range(2)]
+
+    for texts in run_ranks(use):
+        assert len(set(texts)) == 1
+        assert str(tmp_path / "folder") in texts[0]
+
+
 def test_what_cannot_be_saved_is_told_at_once_also_in_the_background(tmp_path: Path) -> None:
     def use() -> str:
         return outcome(lambda: rank0_save({"f": object()}, tmp_path / "x.pt", background=True))[0]
@@ -481,6 +504,35 @@ def test_every_rank_goes_on_with_its_own_random_streams(tmp_path: Path, backgrou
     assert second[0] == second[1]
     assert first != second
     assert torch.load(tmp_path / "x.pt") == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("option", "call"),
+    [("include_rng", "rank0_save"), ("include_rng", "barrier_load"), ("into", "barrier_load")],
+)
+def test_options_that_differ_between_ranks_are_named(
+    tmp_path: Path, option: str, call: str
+) -> None:
+    path = tmp_path / "x.pt"
+    options: dict[str, Any] = {"include_rng": True, "into": {"model": nn.Linear(2, 2)}}
+
+    def use() -> str:
+        rank0_save({"model": nn.Linear(2, 2)}, path, include_rng=True)
+        given = {option: options[option]} if is_rank0() else {}
+
+        def differ() -> None:
+            if call == "rank0_save":
+                rank0_save({}, path, **given)
+            else:
+                barrier_load(path, **given)
+            barrier()
+
+        with pytest.raises((GroupError, PeerError)) as caught:
+            differ()
+        return str(caught.value)
+
+    # A rank that waits may hear first that the one that saw it has left.
+    assert any(f"{call}({option}=" in text for text in run_ranks(use))
 
 
 def test_random_streams_of_other_ranks_are_left_alone_with_a_warning(tmp_path: Path) -> None:
