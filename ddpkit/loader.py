@@ -351,12 +351,18 @@ class ShardedLoader(DataLoader[T_co]):
 
         Raises:
             ConfigError: If this rank has no batch at all, or an iterable dataset splits itself
-                between workers (`shard=False`), which only they can see.
+                between workers (`shard=False`), which only they can see, or is its own iterator
+                and used by a pass.
         """
         if self._share.is_stream and not self._share.shard:
             raise ConfigError(
                 "peek() cannot tell what comes next of an iterable dataset that splits itself "
                 "(shard=False). Look at a batch inside the loop."
+            )
+        if self._share.is_stream and self._shards.place.is_open and _is_own_iterator(self.dataset):
+            raise ConfigError(
+                f"peek() would take the {type(self.dataset).__qualname__} away from the pass that "
+                "is under way, for it is its own iterator. Let its __iter__ return a new one."
             )
         server = copy.copy(self._server)
         server.collate_fn = self.collate_fn
@@ -419,6 +425,10 @@ def _kind(share: _Share, shards: ShardSampler) -> dict[str, Any]:
     if share.is_unbatched:
         return {"sampler": shards, "batch_size": None}
     return {"batch_sampler": shards}
+
+
+def _is_own_iterator(dataset: object) -> bool:
+    return hasattr(type(dataset), "__next__")
 
 
 class _Requests:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -46,6 +46,7 @@ __all__ = [
     "Place",
     "ShardSampler",
     "Uneven",
+    "begun_once",
     "even_part",
     "layers",
     "tell_epoch",
@@ -557,7 +558,7 @@ class _Drawn:
         )
         tell_epoch(samplers, epoch)
         with self._private.borrowed():
-            self._units = iter(sampler)
+            self._units = begun_once(sampler)
 
     def take(self, count: int) -> list[Any]:
         with self._private.borrowed():
@@ -566,6 +567,15 @@ class _Drawn:
     def skip(self, count: int) -> None:
         with self._private.borrowed():
             deque(islice(self._units, count), maxlen=0)
+
+
+def begun_once(source: Iterable[Any]) -> Iterator[Any]:
+    """Begin to iterate, and return an iterator that never begins anew.
+
+    `islice` and `for` call `iter()` on the iterator once more, with which one begins again that is
+    dataset or sampler at the same time.
+    """
+    return map(next, repeat(iter(source)))
 
 
 def layers(outermost: Any, *links: str) -> list[Any]:

@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 from ddpkit.digest import digest_of_item
 from ddpkit.permutation import derive_seed
 from ddpkit.randomness import PrivateRandomness
-from ddpkit.sampler import Layout, Note, tell_epoch, wrapped_datasets
+from ddpkit.sampler import Layout, Note, begun_once, tell_epoch, wrapped_datasets
 from ddpkit.serving import Collate, Pass, Reply, Server
 
 __all__ = ["OwnStreamServer", "StreamBatches", "StreamServer"]
@@ -209,7 +209,7 @@ class OwnStreamServer(Server):
     def begin(self, current: Pass) -> None:
         """Begin to iterate."""
         with self.randomness(current, -1):  # no batch has this place
-            self._items = iter(self.dataset)
+            self._items = begun_once(self.dataset)
 
     def answer(self, current: Pass, place: int, wanted: bool) -> Reply:
         """Load the next batch, or pass it over."""
@@ -234,7 +234,7 @@ class _Walk:
         self._dataset = dataset
         self._private = PrivateRandomness(seed)
         with self._as_in_one_process():
-            self._items = iter(dataset)
+            self._items = begun_once(dataset)
 
     def take(self, size: int) -> list[Any]:
         with self._as_in_one_process():

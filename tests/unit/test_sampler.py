@@ -323,6 +323,27 @@ def test_drawing_is_repeatable_and_leaves_no_trace() -> None:
     assert set(sampler.epochs) == {4, 5}
 
 
+class OwnIterator:
+    """Begins anew whenever it is asked for an iterator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.drawn = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        self.drawn += 1
+        if self.drawn > 3:
+            raise StopIteration
+        return [self.drawn]
+
+
+def test_a_batch_sampler_that_is_its_own_iterator_ends() -> None:
+    layout = Layout(1, 1, 0, "pad")
+    drawn = DrawnBatches(OwnIterator(), layout, seed=0, by_batch=True)
+    assert list(itertools.islice(drawn.stream(0, 0), 10)) == [[1], [2], [3]]
+    assert list(itertools.islice(drawn.stream(1, 1), 10)) == [[2], [3]]
+
+
 def test_samplers_inside_a_batch_sampler_get_the_epoch_too() -> None:
     inner = Careless()
     batches = drawn(BatchSampler(inner, 2, drop_last=False), 1, 2, by_batch=True)

@@ -95,6 +95,22 @@ class RemembersEpoch(Resumable):
         self.epoch = state["epoch"]
 
 
+class ItsOwnIterator(Stream):
+    """Begins anew whenever it is asked for an iterator."""
+
+    position = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.position = -1
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position >= self.length:
+            raise StopIteration
+        return self.position
+
+
 class ByWorker(Stream):
     """Splits itself between workers, as the documentation of torch shows it."""
 
@@ -348,6 +364,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: Shuffled(23),
     "resumable": lambda: Resumable(23),
     "told": lambda: Told(23),
+    "its own iterator": lambda: ItsOwnIterator(23),
     "remembers the epoch": lambda: RemembersEpoch(23),
 }
 
@@ -389,6 +406,15 @@ def test_a_dataset_with_a_state_reads_nothing_that_it_skips() -> None:
     plain = make(Stream(23))
     plain.load_state_dict({k: v for k, v in state.items() if k != "dataset"})
     assert flat(ids(plain)) == list(range(16, 23))
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_is_its_own_iterator_ends(workers: int, shard: bool) -> None:
+    loader = make(ItsOwnIterator(5), num_workers=workers, shard=shard)
+    for _ in range(2):
+        seen = [batch.tolist() for batch in itertools.islice(loader, 10)]
+        assert seen == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -449,10 +475,20 @@ def test_what_is_left_is_what_was_not_seen_in_any_world(
         assert seen[length:] == list(itertools.islice(itertools.cycle(order), extra))
 
 
+def test_peek_takes_nothing_away_from_a_dataset_that_is_its_own_iterator() -> None:
+    loader = make(ItsOwnIterator(5))
+    assert loader.peek().tolist() == [0, 1]
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        with pytest.raises(ConfigError, match="its own iterator"):
+            loader.peek()
+    assert seen == [[0, 1], [2, 3], [4]]
+
+
 def test_peek_shows_what_comes_and_changes_nothing() -> None:
-    for kind in KINDS.values():
-        dataset = kind()
-        loader = make(dataset)
+    for name in KINDS.keys() - {"its own iterator"}:
+        loader = make(KINDS[name]())
         outer = torch.get_rng_state().tolist(), random.getstate()
         peeked = loader.peek().tolist()
         assert loader.peek().tolist() == peeked
