@@ -221,7 +221,7 @@ class Channel:
         self.calls = 0
         self.leading = ""  # the call whose work this rank does alone at the moment
         self.last_answer: str | None = None  # its readers remove it; some may not have come yet
-        self._label = label.encode()
+        self.label = label
         self._secret = secret
         self._pid = os.getpid()
         self._parts: dict[str, int] = {}
@@ -335,7 +335,7 @@ class Channel:
 
     def _sign(self, key: str, parts: int, body: bytes) -> bytes:
         signer = hmac.new(self._secret, digestmod=hashlib.sha256)
-        for part in (self._label, key.encode(), str(parts).encode()):
+        for part in (self.label.encode(), key.encode(), str(parts).encode()):
             signer.update(len(part).to_bytes(4, "big") + part)
         signer.update(body)
         return signer.digest()

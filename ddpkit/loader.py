@@ -126,7 +126,8 @@ def sharded_loader(
     Raises:
         ConfigError: If options are wrong or contradict each other.
         GroupError: If ranks were given different lengths, orders or options, or no group is open
-            though a launcher started several ranks.
+            though a launcher started several ranks. When it is iterated: if it was made before
+            there were several ranks.
 
     Example:
         >>> loader = sharded_loader(list(range(10)), batch_size=4, shuffle=True)
@@ -142,8 +143,9 @@ def sharded_loader(
         sampler=sampler,
         options=dataloader_options,
     )
-    recipe.check(uneven, seed, shard=shard)
+    recipe.check(uneven, shard=shard)
     ranks = _find_ranks(num_replicas, rank)
+    seed = check_number("seed", seed)
     share = _plan(recipe, ranks, uneven=uneven, seed=seed, shard=shard)
     check = None
     if ranks.communicate:
@@ -156,6 +158,7 @@ def sharded_loader(
         check=check,
         device=None if device is None else torch.device(device),
         options=with_pinning(recipe.options),
+        made_alone=num_replicas is None and not ranks.communicate,
     )
 
 
@@ -182,6 +185,7 @@ class ShardedLoader(DataLoader[T_co]):
         check: PassCheck | None,
         device: torch.device | None,
         options: Mapping[str, Any],
+        made_alone: bool = False,
     ) -> None:
         shards = ShardSampler(share.batches, unbatched=share.is_unbatched and not share.is_stream)
         super().__init__(dataset, generator=torch.Generator(), **_kind(share, shards), **options)
@@ -192,11 +196,18 @@ class ShardedLoader(DataLoader[T_co]):
         self._share = share
         self._check = check
         self._device = device
+        self._made_alone = made_alone
         self._passes = count()
         self._server = self._make_server()
         self._engine: _Engine | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._made_alone and get_world_size() > 1:
+            raise GroupError(
+                f"this loader was made before there were {get_world_size()} ranks, so each of them "
+                "would go through all samples. Make it inside the function that the ranks run; for "
+                "one that gives every rank everything pass num_replicas=1, rank=0."
+            )
         place = self._shards.begin()
         tell_epoch(wrapped_datasets(self.dataset), place.epoch)
         wanted = self._pass_at(place, next(self._passes))
@@ -258,15 +269,22 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _batches_of(self, replies: Iterator[Reply], consumed: int) -> Iterator[Reply]:
         """Take the batches out of the replies, those that were received before left out."""
-        if not self._share.is_stream:
-            return replies
-        if self._share.shard:
-            return _until_the_end(replies, self._share.layout, workers=1)
-        own = _until_the_end(replies, self._share.layout, workers=max(1, self.num_workers))
-        for _ in range(consumed // self._share.layout.global_batch):
-            next(own, None)
-        agrees = self._check is not None and self._share.uneven != "exact"
-        return while_all_have_one(own) if agrees else own
+        share, own = self._share, replies
+        if share.is_stream:
+            workers = 1 if share.shard else max(1, self.num_workers)
+            own = _until_the_end(replies, share.layout, workers=workers)
+        if share.shard:
+            return own
+        if share.is_stream:
+            for _ in range(consumed // share.layout.global_batch):
+                next(own, None)
+        return while_all_have_one(own) if self._ends_together() else own
+
+    def _ends_together(self) -> bool:
+        """Whether ranks with parts of their own, of unknown length, agree on each batch."""
+        share = self._share
+        known = isinstance(share.batches, OwnBatches) and share.batches.limit is not None
+        return self._check is not None and share.uneven != "exact" and not known
 
     def _moved(self, replies: Iterator[Reply]) -> Iterator[Reply]:
         device = self._device
@@ -337,8 +355,7 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             ConfigError: If `epoch` is not such a number.
         """
-        check_number("epoch", epoch, least=0)
-        self._shards.set_epoch(epoch)
+        self._shards.set_epoch(check_number("epoch", epoch, least=0))
 
     def peek(self) -> Any:
         """Return the batch that comes next, and leave everything as it is.
@@ -526,11 +543,11 @@ def _find_ranks(num_replicas: int | None, rank: int | None) -> _Ranks:
             f"num_replicas={num_replicas} and rank={rank} were given. Give both, or neither to use "
             "the process group."
         )
-    check_number("num_replicas", num_replicas, least=1)
-    check_number("rank", rank, least=0)
-    if rank >= num_replicas:
-        raise ConfigError(f"rank={rank} was given; expected 0 to {num_replicas - 1}")
-    return _Ranks(rank, num_replicas)
+    size = check_number("num_replicas", num_replicas, least=1)
+    place = check_number("rank", rank, least=0)
+    if place >= size:
+        raise ConfigError(f"rank={rank} was given; expected 0 to {size - 1}")
+    return _Ranks(place, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -581,6 +598,7 @@ class _Share:
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by the names that a message shows."""
         return {
+            "shard": self.shard,
             **({"number of samples": self.length} if self.shard else {}),
             "seed": self.seed,
             "order": self.batches.order,
@@ -647,8 +665,7 @@ def _agree_on(share: _Share, dataset: Any) -> tuple[_Share, PassCheck]:
     )
     _compare_fingerprints(fingerprints)
     _compare_orders(all_orders)
-    # The number of agreements so far is the same on all ranks and for no two loaders.
-    check = PassCheck(get_channel().calls)
+    check = PassCheck(get_channel(), equal_steps=share.uneven != "exact")
     if share.shard or share.is_stream:
         return share, check
     own = cast("OwnBatches", share.batches).batches

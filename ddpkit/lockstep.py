@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ddpkit.control import Channel
 from ddpkit.errors import GroupError
 from ddpkit.group import communication_device, get_channel, get_rank, get_world_size, group_is_open
 from ddpkit.serialize import dump_value, load_value
@@ -35,6 +36,8 @@ class PassFacts:
     consumed: int
     first_item: str | None
     """A digest of the first item of an iterable dataset, where it can be compared."""
+    steps_before: int = 0
+    """How many batches those passes received in all."""
 
 
 class PassCheck:
@@ -45,50 +48,74 @@ class PassCheck:
     is asked again later, ever more rarely.
 
     Args:
-        loader: A number that tells the loaders of a group apart, the same on all ranks.
+        channel: The side channel of the group that the loader was made in.
+        equal_steps: Whether all ranks get the same number of batches.
     """
 
-    def __init__(self, loader: int) -> None:
-        self._loader = loader
+    def __init__(self, channel: Channel, *, equal_steps: bool) -> None:
+        # The number of agreements so far is the same on all ranks and for no two loaders.
+        self._loader = channel.calls
+        self._group = channel.label
+        self._equal_steps = equal_steps
         self._facts: PassFacts | None = None
+        self._steps_before = 0
         self._steps = 0
         self._next_look = 0
 
     def publish(self, facts: PassFacts) -> None:
-        """Say what pass this rank is in."""
-        if not group_is_open():  # the loader has outlived it
-            return
+        """Say what pass this rank is in, when it has its first batch."""
+        facts = replace(facts, steps_before=self._steps_before + self._steps)
+        self._steps_before = facts.steps_before
+        self._steps, self._next_look = 1, 2
         self._facts = facts
-        self._steps, self._next_look = 0, 1
-        get_channel().publish(self._key(get_rank()), dump_value(facts))
+        if (channel := self._channel()) is not None:
+            channel.publish(self._key(get_rank()), dump_value(facts))
 
     def look(self) -> None:
-        """Compare, from the second step on.
+        """Compare, with each further batch.
 
         Raises:
             GroupError: The rank before this one is in another epoch or place, or iterates over
                 other items.
         """
         self._steps += 1
-        if self._facts is None or self._steps < self._next_look or not group_is_open():
+        if self._facts is None or self._steps < self._next_look:
             return
-        self._next_look = 2 * self._steps
+        self._next_look = 2 * self._steps - 1
         other = (get_rank() - 1) % get_world_size()
-        payload = get_channel().fetch(self._key(other), lasting=True)
+        channel = self._channel()
+        payload = None if channel is None else channel.fetch(self._key(other), lasting=True)
         if payload is None:
             return
         theirs: PassFacts = load_value(payload)
-        if theirs.number >= self._facts.number:
+        if theirs.number == self._facts.number:
             mine, self._facts = self._facts, None
             _compare(mine, theirs, other)
+        elif theirs.number > self._facts.number and self._equal_steps:
+            _compare_steps(self._steps_before + self._steps, theirs, other)
+
+    def _channel(self) -> Channel | None:
+        """Return the channel, None where the loader has outlived its group."""
+        channel = get_channel() if group_is_open() else None
+        return channel if channel is not None and channel.label == self._group else None
 
     def _key(self, rank: int) -> str:
         return f"loader/{self._loader}/{rank}"
 
 
+def _compare_steps(steps: int, theirs: PassFacts, other: int) -> None:
+    """Compare with a rank that has begun a later pass, before which it had no fewer batches."""
+    if theirs.steps_before < steps:
+        raise GroupError(
+            f"[rank {get_rank()}/{get_world_size()}] this loader has given {steps} batches here, "
+            f"but rank {other} has begun pass {theirs.number + 1} through it (epoch "
+            f"{theirs.epoch}) after {theirs.steps_before}, so the ranks are in different epochs. "
+            "All ranks must end their passes together. To look at a batch on one rank use "
+            "loader.peek(), which begins no pass."
+        )
+
+
 def _compare(mine: PassFacts, theirs: PassFacts, other: int) -> None:
-    if theirs.number != mine.number:  # it is ahead, and this pass has been overwritten
-        return
     here = f"[rank {get_rank()}/{get_world_size()}]"
     if (mine.epoch, mine.consumed) != (theirs.epoch, theirs.consumed):
         raise GroupError(

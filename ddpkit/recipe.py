@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar, cast, get_args
 
@@ -29,7 +30,10 @@ __all__ = ["Recipe", "check_number", "read_source", "with_pinning"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-_OPTIONS_OF_TORCH = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+_OPTIONS_OF_TORCH = frozenset(inspect.signature(DataLoader.__init__).parameters) - {
+    "self",
+    "dataset",
+}
 
 # What DataLoader refuses unless it has workers.
 _OPTIONS_FOR_WORKERS = frozenset(
@@ -78,8 +82,9 @@ class Recipe(Generic[T_co]):
         _check_alternatives(batch_size, global_batch_size, shuffle, sampler)
         changes: dict[str, Any] = {"options": _merge_options(self.options, options)}
         changes |= {k: options[k] for k in ("batch_sampler", "drop_last") if k in options}
-        if batch_size is not None or global_batch_size is not None:
-            changes |= {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        if any(size is not None for size in sizes.values()):
+            changes |= {name: _size(name, size) for name, size in sizes.items()}
         if shuffle is not None or sampler is not None:
             changes |= {"shuffle": bool(shuffle), "sampler": sampler}
         if changes.get("batch_sampler", self.batch_sampler) is not None:
@@ -87,18 +92,14 @@ class Recipe(Generic[T_co]):
             changes |= {"batch_size": None, "shuffle": False, "sampler": None, "drop_last": False}
         return dataclasses.replace(self, **changes)
 
-    def check(self, uneven: str, seed: object, *, shard: bool) -> None:
+    def check(self, uneven: str, *, shard: bool) -> None:
         """Refuse what cannot be done, whatever the ranks."""
-        check_number("seed", seed)
         if self.is_stream:
             self._check_stream()
         else:
             _check_dataset(self.dataset)
         for sampler in (self.sampler, self.batch_sampler) if shard else ():
             _check_not_split_yet(sampler)
-        for name in ("batch_size", "global_batch_size"):
-            if (size := getattr(self, name)) is not None:
-                check_number(name, size, least=1)
         if uneven not in get_args(Uneven):
             raise ConfigError(f"uneven={uneven!r} is not one of 'pad', 'drop' and 'exact'")
         if uneven == "exact":
@@ -194,7 +195,9 @@ def _merge_options(kept: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     merged = {**kept, **given}
     if not merged.get("num_workers"):
         merged = {k: v for k, v in merged.items() if k in given or k not in _OPTIONS_FOR_WORKERS}
-    return {k: v for k, v in merged.items() if k not in ("batch_sampler", "drop_last")}
+    # The generator is the loader's own: all that may be given is None.
+    ours = ("batch_sampler", "drop_last", "generator")
+    return {k: v for k, v in merged.items() if k not in ours}
 
 
 def with_pinning(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +260,11 @@ def _check_batch_sampler_alone(changes: Mapping[str, Any]) -> None:
         )
 
 
-def check_number(name: str, value: Any, *, least: int | None = None) -> None:
+def _size(name: str, given: int | None) -> int | None:
+    return None if given is None else check_number(name, given, least=1)
+
+
+def check_number(name: str, value: Any, *, least: int | None = None) -> int:
     """Refuse what is no integer, or too small a one.
 
     Args:
@@ -265,13 +272,17 @@ def check_number(name: str, value: Any, *, least: int | None = None) -> None:
         value: What was given.
         least: The least that is allowed.
 
+    Returns:
+        The number as an `int`: those of numpy would spread into what is saved.
+
     Raises:
         ConfigError: If it is.
     """
-    is_number = isinstance(value, int) and not isinstance(value, bool)
+    is_number = hasattr(value, "__index__") and not isinstance(value, bool)
     if not is_number or (least is not None and value < least):
         expected = "an integer" if least is None else f"an integer of at least {least}"
         raise ConfigError(f"{name}={value!r} was given; expected {expected}")
+    return operator.index(value)
 
 
 def _check_dataset(dataset: object) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch.utils.data import Sampler
 
+from ddpkit.errors import ConfigError
 from ddpkit.permutation import BLOCK, Permutation, derive_seed
 from ddpkit.randomness import PrivateRandomness
 from ddpkit.windows import current_window
@@ -362,7 +363,7 @@ class OwnBatches:
         batches = self.batches.stream(epoch, own)
         if self.limit is None:
             return batches
-        return islice(batches, max(0, self.limit - consumed // self.layout.global_batch))
+        return _exactly(max(0, self.limit - consumed // self.layout.global_batch), batches)
 
     def steps(self) -> int:
         """Return the number of batches in an epoch."""
@@ -375,6 +376,19 @@ class OwnBatches:
     def is_finished(self, epoch: int, consumed: int) -> bool:
         """Tell whether nothing is left on any rank; where each has its own end, nobody knows."""
         return self.limit is not None and consumed >= self.limit * self.layout.global_batch
+
+
+def _exactly(count: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield so many batches: the other ranks would wait for those that are missing."""
+    missing = count
+    for batch in islice(batches, count):
+        yield batch
+        missing -= 1
+    if missing:
+        raise ConfigError(
+            f"a sampler ended {missing} batches before the end that its length promises. Let its "
+            "__len__ return how many samples it yields; without __len__ the ranks agree on the end."
+        )
 
 
 @dataclass(frozen=True)
@@ -432,6 +446,7 @@ class ShardSampler(Sampler[Any]):
         self.unbatched = unbatched
         self.place: Place = Place(epoch=0)
         self._held: Place | None = None
+        self._begins_anew = False
 
     def __iter__(self) -> Iterator[Any]:
         return self.keys(self.place.epoch, self.place.consumed)
@@ -446,8 +461,9 @@ class ShardSampler(Sampler[Any]):
             epoch: At least 0.
         """
         if epoch != self.told_place.epoch:
-            self.place = Place(epoch)
-            self._held = None
+            self._go_to(Place(epoch))
+        else:  # a pass that nobody goes on with, as with an iterator that was left, stays open
+            self._begins_anew = self.place.is_open
 
     @property
     def told_place(self) -> Place:
@@ -494,19 +510,24 @@ class ShardSampler(Sampler[Any]):
             consumed: The units that all ranks together had received of it.
             source_state: The state there of a dataset that has one of its own.
         """
-        self._held = None
         finished = consumed > 0 and self.batches.is_finished(epoch, consumed)
         here = Place(epoch, consumed, source_state=source_state)
-        self.place = Place(epoch + 1) if finished else here
+        self._go_to(Place(epoch + 1) if finished else here)
+
+    def _go_to(self, place: Place) -> None:
+        self.place, self._held, self._begins_anew = place, None, False
 
     def begin(self) -> Place:
         """Begin a pass; one that is still open and has received anything ends its epoch here.
 
+        But `set_epoch` of that very epoch since then begins it anew.
+
         Returns:
             The place of the new pass.
         """
-        here = self.place
-        self.place = Place(here.epoch + 1) if here.is_open else here._replace()
+        here, step = self.place, int(not self._begins_anew)
+        self.place = Place(here.epoch + step) if here.is_open else here._replace()
+        self._begins_anew = False
         return self.place
 
     def receive(self, place: Place, note: Note | None = None) -> Place:

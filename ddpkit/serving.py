@@ -89,7 +89,13 @@ class Server(Dataset[Reply]):
         if self._open is None or self._open.number != fields[0]:
             self._begin(Pass(*fields))
             self._open = Pass(*fields)
-        return self.answer(self._open, place, wanted)
+        try:
+            return self.answer(self._open, place, wanted)
+        except StopIteration as error:  # would end the pass as if there were no more batches
+            raise RuntimeError(
+                "a dataset or collate_fn raised StopIteration while it made a batch. Let it raise "
+                "IndexError, or whatever says what is wrong."
+            ) from error
 
     def answer(self, current: Pass, place: int, wanted: Any) -> Reply:
         """Load one batch of the pass that has begun."""

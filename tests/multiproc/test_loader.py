@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -24,7 +26,7 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from ddpkit.agree import barrier
 from ddpkit.errors import ConfigError, GroupError, WorkerError
-from ddpkit.group import get_rank, get_world_size
+from ddpkit.group import get_rank, get_world_size, is_rank0, process_group
 from ddpkit.loader import sharded_loader
 from ddpkit.testing import run_ranks
 
@@ -362,7 +364,36 @@ def test_a_distributed_sampler_is_kept_where_nothing_else_splits() -> None:
             assert [i for batch in seen for i in batch] == list(sampler)
 
 
+class Unknown(Sampler[int]):
+    """Does not tell how many samples it yields."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def test_parts_of_unknown_length_end_together() -> None:
+    def go_through() -> list[list[list[int]]]:
+        sampler = Unknown(10 if get_rank() else 6)
+        loader = sharded_loader(dataset(), batch_size=2, shard=False, sampler=sampler)
+        return [ids(loader), ids(loader)]
+
+    assert run_ranks(go_through) == [[[[0, 1], [2, 3], [4, 5]]] * 2] * 2
+
+
 # ------------------------------------------------------------------------------ ranks that differ
+
+
+def test_ranks_that_were_told_otherwise_who_splits_the_data_are_refused() -> None:
+    def make() -> str:
+        with pytest.raises(GroupError) as caught:
+            sharded_loader(dataset(), batch_size=2, shard=is_rank0())
+        return str(caught.value)
+
+    for text in run_ranks(make):
+        assert "shard is True on rank 0, but False on rank 1" in text
 
 
 def second_step_of(prepare: Callable[[Any], None], **options: Any) -> tuple[int, str]:
@@ -402,6 +433,65 @@ def test_ranks_in_different_places_are_told_at_the_second_step() -> None:
         assert steps == 1
         assert "began" in text
         assert "load_state_dict" in text
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_a_look_at_some_batches_on_one_rank_alone_is_told(looks: int, tmp_path: Path) -> None:
+    def look_first() -> None:
+        loader = sharded_loader(dataset(), batch_size=1, shuffle=True)
+        if is_rank0():
+            list(zip(range(looks), loader, strict=False))
+        for step, _ in enumerate(loader):
+            (tmp_path / f"step-{step}").touch()
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(GroupError, match=r"rank 0 has begun pass 2 .* use loader.peek\(\)"):
+        run_ranks(look_first)
+    assert len(list(tmp_path.iterdir())) <= 2 * looks
+
+
+def test_passes_that_ranks_end_at_different_steps_go_well_if_they_meet_in_between() -> None:
+    def stop_early() -> list[int]:
+        loader, epochs = sharded_loader(dataset(16), batch_size=1), []
+        for _ in range(3):
+            for step, _ in enumerate(loader):
+                if step == 2 + 3 * get_rank():
+                    break
+            barrier()
+            epochs.append(loader.epoch)
+        return epochs
+
+    assert run_ranks(stop_early) == [[1, 2, 3]] * 2
+
+
+def test_a_loader_that_was_made_before_the_ranks_is_refused() -> None:
+    loader = sharded_loader(dataset(), batch_size=1)
+    whole = sharded_loader(dataset(), batch_size=1, num_replicas=1, rank=0)
+
+    def use() -> int:
+        with pytest.raises(GroupError, match="before there were 2 ranks"):
+            iter(loader)
+        return len(list(whole))
+
+    assert run_ranks(use) == [LENGTH] * 2
+
+
+def test_a_loader_of_an_earlier_group_is_not_compared_with_one_of_the_next() -> None:
+    def use() -> int:
+        with process_group():
+            old = sharded_loader(dataset(22), batch_size=1)
+            ids(old)
+        with process_group():
+            new = sharded_loader(dataset(22), batch_size=1)
+            for epoch in (10, 13, 16):
+                new.set_epoch(epoch)
+                old.set_epoch(1)
+                for _ in zip(old, new, strict=True):
+                    pass
+                barrier()
+        return new.epoch
+
+    assert run_ranks(use, init_group=False) == [17, 17]
 
 
 def test_ranks_that_agree_go_through_many_passes() -> None:

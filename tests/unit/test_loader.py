@@ -4,7 +4,8 @@ import logging
 import random
 import warnings
 from collections import Counter, namedtuple
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -24,6 +26,7 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from ddpkit.errors import ConfigError
 from ddpkit.loader import ShardedLoader, sharded_loader
+from ddpkit.sampler import DrawnBatches, Layout, OwnBatches
 
 LENGTH = 23
 
@@ -203,6 +206,67 @@ def test_set_epoch_wins() -> None:
     sampler: Any = loader.sampler
     sampler.set_epoch(7)
     assert loader.epoch == 7
+
+
+def test_set_epoch_begins_an_epoch_anew_whose_pass_was_left() -> None:
+    loader = make()
+    kept = iter(loader)
+    first = next(kept).tolist()
+    loader.set_epoch(0)
+    again = iter(loader)
+    assert next(again).tolist() == first
+    assert loader.epoch == 0
+    assert next(iter(loader)).tolist() != first  # without it the next epoch comes
+    assert loader.epoch == 2
+
+
+def test_set_epoch_of_the_current_epoch_inside_its_pass_changes_nothing() -> None:
+    loader, other = make(), make()
+    for batch, expected in zip(loader, other, strict=True):
+        loader.set_epoch(loader.epoch)
+        assert (batch.tolist(), loader.state_dict()) == (expected.tolist(), other.state_dict())
+    assert loader.epoch == 1
+
+
+def test_a_stop_iteration_does_not_end_a_pass_silently() -> None:
+    class Ends(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise StopIteration
+            return index
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(make(Ends(), shuffle=False))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    import numpy as np
+
+    one, two, three = map(cast("Any", np.int64), [1, 2, 3])
+    loader = sharded_loader(
+        Numbers(), batch_size=two, seed=three, num_replicas=two, rank=one, generator=None
+    )
+    loader.set_epoch(two)
+    state = loader.state_dict()
+    assert {type(value) for value in state.values()} <= {int, str}
+    assert (loader.batch_size, state["epoch"], state["seed"]) == (2, 2, 3)
+
+
+def test_a_sampler_that_ends_early_is_told_where_ranks_have_parts_of_their_own() -> None:
+    class Claims(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def __len__(self) -> int:
+            return 8
+
+    batches = OwnBatches(
+        DrawnBatches(Claims(), Layout(2, 1, 0, "pad"), seed=0, by_batch=False),
+        Layout(2, 2, 0, "pad"),
+        steps=4,
+    )
+    with pytest.raises(ConfigError, match="ended 2 batches before the end"):
+        list(batches.stream(0, 0))
 
 
 def test_the_dataset_hears_of_the_epoch() -> None:
