@@ -1,7 +1,9 @@
 """`sharded_loader` in one process: options, epochs, places, randomness."""
 
 import logging
+import multiprocessing
 import random
+import time
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Iterator
@@ -698,6 +700,25 @@ class Scaled(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return index * self.scale
+
+
+def test_a_worker_that_is_needed_no_more_ends_quietly() -> None:
+    """A loader terminates what does not end in time, and Python the workers left at its end."""
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index:
+                time.sleep(20)
+            return index
+
+    iterator = iter(make(Slow(), shuffle=False, batch_size=1, num_workers=1))
+    next(iterator)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(iterator)
 
 
 def test_worker_init_fn_finds_the_dataset() -> None:
