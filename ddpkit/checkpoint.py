@@ -36,6 +36,7 @@ from ddpkit.control import this_machine
 from ddpkit.durable import FolderSyncError, write_whole
 from ddpkit.errors import CheckpointError, ConfigError, PeerError
 from ddpkit.group import communication_device, get_rank, get_world_size
+from ddpkit.nested import with_items
 from ddpkit.pending import finish_before_end
 from ddpkit.randomness import read_global_streams, write_global_streams
 from ddpkit.serialize import type_name_of
@@ -111,6 +112,8 @@ def rank0_save(
         'epoch-2.pt'
     """
     target = _checked_path("rank0_save", path)
+    if target.endswith(os.sep):
+        raise ConfigError(f"rank0_save() was given path={path!r}, a folder; name a file in it.")
     _check_keep_last(keep_last, target)
     # Named by themselves, so that ranks that were given different options are told so.
     streams = exchange(read_global_streams(), name=f"rank0_save{_WITH_RNG}") if include_rng else []
@@ -754,7 +757,16 @@ def _restore_one(live: Any, state: Any, loaded: _Loaded) -> None:
     plain = unwrap(live)
     if isinstance(state, Mapping):
         state = without_prefix(state, wrapper_prefix(state, plain.state_dict(keep_vars=True)))
+        state = _independent(state, plain, loaded)
     plain.load_state_dict(state)
+
+
+def _independent(state: dict[str, Any], model: nn.Module, loaded: _Loaded) -> dict[str, Any]:
+    """Leave as parts of the file only what the model copies into its parameters and buffers."""
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return cast("dict[str, Any]", loaded.own(state))  # it may keep what it is given
+    copied = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return with_items(state, {name: loaded.own(state[name]) for name in state.keys() - copied})
 
 
 # ------------------------------------------------------------------------------- from rank 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from ddpkit.errors import GroupError, PeerError
@@ -10,13 +11,17 @@ CONSEQUENCES = frozenset({"transport", "peer"})
 """Kinds of exception that likely have their cause in another rank."""
 
 # Where an error of a collective surfaces: in torch.distributed, in DDP, or in the backward pass
-# that DDP reduces in. Its text is no evidence, for gloo has many.
+# that DDP reduces in. Most texts are no evidence, for gloo has many.
 _TRANSPORT_PLACES = (
     "torch/distributed/",
     "torch/nn/parallel/",
     "torch/autograd/graph.py",
     "ddpkit/control.py",
 )
+
+# But an asynchronous collective surfaces where somebody waits for it, in any file. gloo begins its
+# texts with the place in its own sources.
+_SOURCES_OF_GLOO = re.compile(r"\bgloo/[\w/]+\.(cc|h):\d+\]")
 
 
 def classify(error: BaseException) -> str:
@@ -38,6 +43,8 @@ def _is_transport(error: RuntimeError) -> bool:
         )
     if type(error).__module__ not in ("builtins", "torch", "torch.distributed", "torch._C"):
         return False
+    if _SOURCES_OF_GLOO.search(str(error)):
+        return True
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     return any(
         place in frame.filename.replace("\\", "/")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar, cast, get_args
 
 from torch.utils.data import (
@@ -98,8 +98,10 @@ class Recipe(Generic[T_co]):
             self._check_stream()
         else:
             _check_dataset(self.dataset)
-        for sampler in (self.sampler, self.batch_sampler) if shard else ():
-            _check_not_split_yet(sampler)
+        for sampler in (self.sampler, self.batch_sampler):
+            _check_begins_anew(sampler)
+            if shard:
+                _check_not_split_yet(sampler)
         if uneven not in get_args(Uneven):
             raise ConfigError(f"uneven={uneven!r} is not one of 'pad', 'drop' and 'exact'")
         if uneven == "exact":
@@ -290,6 +292,14 @@ def _check_dataset(dataset: object) -> None:
         raise ConfigError(
             f"a {type(dataset).__qualname__} has no __len__, and ranks cannot share what has no "
             "length. Give the dataset __len__ and __getitem__, or derive it from IterableDataset."
+        )
+
+
+def _check_begins_anew(sampler: object) -> None:
+    if isinstance(sampler, Iterator) and type(sampler).__module__ in ("builtins", "itertools"):
+        raise ConfigError(
+            f"a {type(sampler).__qualname__} was given as a sampler, which can be gone through "
+            "only once. Give a list, or an object whose __iter__ begins anew in each epoch."
         )
 
 

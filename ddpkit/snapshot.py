@@ -26,6 +26,7 @@ _ALIGNMENT = 16
 """Bytes of the largest element, so that cutting a storage there suits every type."""
 
 _MAX_SHOWN = 8
+_MOST_BITS = 255 * 8 - 1  # and a sign
 _PLAIN_LEAVES = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None)})
 _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _PLAIN_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
@@ -211,7 +212,9 @@ def check_loadable(state: object, target: str) -> None:
 def _refused(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any, Exception]]:
     """Yield the path, the value and the loader's error for each part that it would refuse."""
     kind = type(value)
-    if kind in _PLAIN_LEAVES or (kind in _PLAIN_TENSORS and not vars(value)):
+    if kind in _PLAIN_LEAVES and not _is_huge(value):
+        return
+    if kind in _PLAIN_TENSORS and not vars(value):
         return
     if kind in _PLAIN_MAPPINGS or kind in (list, tuple, set):
         if id(value) not in seen:
@@ -222,6 +225,11 @@ def _refused(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any, 
     error = _loader_error(value)
     if error is not None:
         yield path, value, error
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether this is an integer that pickle writes in a way that the safe loader does not know."""
+    return isinstance(value, int) and value.bit_length() > _MOST_BITS
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:

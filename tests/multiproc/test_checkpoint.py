@@ -506,6 +506,38 @@ def test_every_rank_goes_on_with_its_own_random_streams(tmp_path: Path, backgrou
     assert torch.load(tmp_path / "x.pt") == {"n": 1}
 
 
+class Keeps(nn.Module):
+    """Keeps what it is given instead of copying it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.cache = torch.arange(200_000.0)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"cache": self.cache}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.cache = state["cache"]
+
+
+class Assigns(Keeps):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict, assign=True)
+
+
+@pytest.mark.parametrize("kind", [Keeps, Assigns])
+def test_nothing_that_was_restored_depends_on_the_file(
+    tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    path = tmp_path / "kept.pt"
+    rank0_save({"model": kind()}, path)
+    model = kind()
+    barrier_load(path, into={"model": model})
+    assert path.name not in Path("/proc/self/maps").read_text()
+    assert model.cache is not None
+
+
 @pytest.mark.parametrize(
     ("option", "call"),
     [("include_rng", "rank0_save"), ("include_rng", "barrier_load"), ("into", "barrier_load")],

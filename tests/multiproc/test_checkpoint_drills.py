@@ -644,9 +644,16 @@ PATH_CLASS = f"{type(Path()).__module__}.PosixPath"  # of Python 3.13: pathlib._
         (RaisesWhenPickled, "obj['loader']['inner'] is a"),
         (lambda: Path("x"), f"obj['loader']['inner'] is a {PATH_CLASS}: save str(x)"),
         (lambda: iter([1]), "obj['loader']['inner'] is a"),
+        (lambda: 2**2100, "obj['loader']['inner'] is a int"),
         (too_deep, "RecursionError"),
     ],
-    ids=["raises when pickled", "refused by the safe loader", "cannot be pickled", "too deep"],
+    ids=[
+        "raises when pickled",
+        "refused by the safe loader",
+        "cannot be pickled",
+        "huge",
+        "too deep",
+    ],
 )
 def test_an_object_that_cannot_be_saved_is_everybodys_error(
     tmp_path: Path, make: Callable[[], object], told: str

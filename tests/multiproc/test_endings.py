@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ddpkit import barrier, get_rank
@@ -221,6 +222,21 @@ def test_a_signal_from_outside_is_named(name: str) -> None:
         run_ranks(struck(signal.Signals[name]))
     error = caught.value
     assert (error.rank, error.signal_name, error.exit_code) == (1, name, None)
+
+
+def test_the_cause_is_the_rank_that_died_also_where_an_asynchronous_collective_is_waited_for() -> (
+    None
+):
+    def function() -> None:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if get_rank() == 0:
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+        work.wait()
+        os._exit(7)
+
+    with pytest.raises(WorkerError, match="exit code 7") as caught:
+        run_ranks(function)
+    assert caught.value.rank == 1
 
 
 def test_an_interrupt_from_outside_is_the_keyboard_interrupt_of_its_rank() -> None:

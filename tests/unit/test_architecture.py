@@ -59,7 +59,7 @@ STANDS_ON = {
     "durable": "",
     "snapshot": "wrap nested",
     "series": "",
-    "checkpoint": "durable snapshot series randomness agree",
+    "checkpoint": "nested durable snapshot series randomness agree",
     "preempt": "agree worker_signals",
     "console": "group",
     "seeding": "group permutation randomness",

@@ -574,6 +574,8 @@ def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
         ({"uneven": "exact", "drop_last": True}, "together with drop_last"),
         ({"shuffle": True, "sampler": [1, 2]}, "Give one of them"),
         ({"batch_sampler": [[1]], "batch_size": 2}, "decides the batches alone"),
+        ({"sampler": (i for i in range(3))}, "only once"),
+        ({"batch_sampler": iter([[1]])}, "only once"),
         ({"batch_sampler": [[1]], "drop_last": True}, "decides the batches alone"),
         ({"num_replicas": 2}, "Give both"),
         ({"rank": 0}, "Give both"),

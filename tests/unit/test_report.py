@@ -86,6 +86,14 @@ def test_kind_of_an_exception(error: BaseException, file: str, kind: str) -> Non
     assert classify(fail_at(error, file)) == kind
 
 
+def test_a_collective_that_is_waited_for_in_any_file_is_a_consequence() -> None:
+    place = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561]"
+    text = f"{place} Connection closed by peer [127.0.0.1]:65249."
+    assert classify(fail_at(RuntimeError(text), "my/train.py")) == "transport"
+    assert classify(fail_at(ValueError(text), "my/train.py")) == "exception"
+    assert classify(fail_at(RuntimeError("gloo closed"), "my/train.py")) == "exception"
+
+
 def test_a_runtime_error_of_the_users_own_type_is_a_cause() -> None:
     class DiskError(RuntimeError):
         pass
