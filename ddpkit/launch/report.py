@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import socket
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +14,23 @@ from pathlib import Path
 from signal import Signals
 from typing import NoReturn
 
+import torch
+
 from ddpkit.consequence import CONSEQUENCES, classify
 from ddpkit.errors import RankFailure, WorkerError, WorkerTimeoutError
 from ddpkit.serialize import ExceptionRecord, origin_of, record_exception
 from ddpkit.wording import name_ranks
 
+LIBRARIES = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<frozen ",
+)
+"""How the names of files begin that are not the user's."""
+
 _MOST_LINES = 16
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -162,13 +176,16 @@ def failures_of_unfinished(
     ]
 
 
-def describe(failures: Sequence[RankFailure], world_size: int, name: str) -> str:
+def describe(
+    failures: Sequence[RankFailure], world_size: int, name: str, advice: str | None = None
+) -> str:
     """Write the text that a person reads: what else happened first, the root cause last, once.
 
     Args:
         failures: Root cause first.
         world_size: Number of ranks that were started.
         name: Name of the function that they ran.
+        advice: What else is to be said of the cause.
     """
     root, *others = failures
     tag = f"[rank {root.rank}/{world_size}]"
@@ -181,7 +198,28 @@ def describe(failures: Sequence[RankFailure], world_size: int, name: str) -> str
             if _has_place(other)
         ),
     ]
-    return "\n".join([*lines, _tagged(tag, root.traceback or root.summary)])
+    lines.append(_tagged(tag, root.traceback or root.summary))
+    return "\n".join(lines if advice is None else [*lines, f"{tag} {advice}"])
+
+
+def explain_by_returns(root: RankFailure, returned: Sequence[int], name: str) -> str | None:
+    """Explain why a collective has lost a rank, although none has failed.
+
+    Args:
+        root: The root cause among the failures.
+        returned: The ranks that had delivered their results by then.
+        name: Name of the function that they ran.
+
+    Returns:
+        A sentence; None where that is no explanation.
+    """
+    if root.kind not in CONSEQUENCES or not returned:
+        return None
+    return (
+        f"{name_ranks(returned)} had returned from {name}() by then, while rank {root.rank} was in "
+        f"a call that needs all ranks{_place_of(root)}. Look for a break, return or continue that "
+        "not every rank takes, and for loops of different lengths."
+    )
 
 
 def _tagged(tag: str, text: str) -> str:
@@ -204,11 +242,19 @@ def fold(failures: Sequence[RankFailure]) -> list[str]:
             alike.setdefault(_likeness(failure), []).append(failure)
     lines = [
         f"{name_ranks(sorted(each.rank for each in those))}: {_first_line(those[0].summary)}"
-        f"{' (a consequence)' if those[0].kind in CONSEQUENCES else ''}"
+        f"{_place_of(those[0]) + ' (a consequence)' if those[0].kind in CONSEQUENCES else ''}"
         for those in alike.values()
     ]
     left_out = len(lines) - _MOST_LINES
     return lines if left_out <= 0 else [*lines[:_MOST_LINES], f"and {left_out} more, in .failures"]
+
+
+def _place_of(failure: RankFailure) -> str:
+    """Say in which line of the user's an exception was raised, if that is known."""
+    for file, line in reversed(_FRAME.findall(failure.traceback)):
+        if not file.startswith(LIBRARIES):
+            return f" at {Path(file).name}:{line}"
+    return ""
 
 
 def _likeness(failure: RankFailure) -> str:
@@ -267,8 +313,10 @@ def raise_failure(
         *(other.info for other in others),
         *failures_of_unfinished(unfinished or {}, reason=f"after rank {root.info.rank} had failed"),
     )
+    returned = sorted(set(range(world_size)) - {info.rank for info in everybody})
+    advice = explain_by_returns(root.info, returned, name)
     worker_error = WorkerError(
-        describe(everybody, world_size, name),
+        describe(everybody, world_size, name, advice),
         rank=root.info.rank,
         host=root.info.host,
         exit_code=root.info.exit_code,
@@ -280,6 +328,8 @@ def raise_failure(
     if error is None:
         raise worker_error
     worker_error.__cause__ = origin_of(error)
+    if advice is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(advice)
     raise error from worker_error
 
 

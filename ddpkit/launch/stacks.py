@@ -11,16 +11,13 @@ import faulthandler
 import os
 import re
 import signal
-import sysconfig
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ddpkit.launch.process import RankProcess
-from ddpkit.launch.report import Stack
+from ddpkit.launch.report import LIBRARIES, Stack
 
 # Not one of the signals that people use: SIGUSR1 stays the user's.
 REQUEST: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
@@ -31,16 +28,9 @@ _THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n((?:  .*(?:\n|\Z))*)", re.MULTILINE
 )
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-_DDPKIT = str(Path(__file__).parents[1]) + os.sep
 _LAUNCH = str(Path(__file__).parent) + os.sep
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _CONTROL = str(Path(__file__).parents[1] / "control.py")
-_LIBRARIES = (
-    _DDPKIT,
-    str(Path(torch.__file__).parent) + os.sep,
-    sysconfig.get_path("stdlib") + os.sep,
-    "<frozen ",
-)
 _PLUMBING = frozenset(
     {"wrapper", "inner", "decorate_context", "_fn", "__call__", "_call_impl", "_wrapped_call_impl"}
 )
@@ -158,7 +148,7 @@ def _describe_place(frames: Sequence[_Frame]) -> str:
     if not frames:
         return "before the function"
     for index, frame in enumerate(frames):
-        if not frame.file.startswith(_LIBRARIES):
+        if not frame.file.startswith(LIBRARIES):
             called = [inner.function for inner in frames[:index]]
             name = next(
                 (name for name in reversed(called) if name not in _PLUMBING), frame.function

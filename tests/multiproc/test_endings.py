@@ -239,6 +239,21 @@ def test_the_cause_is_the_rank_that_died_also_where_an_asynchronous_collective_i
     assert caught.value.rank == 1
 
 
+def test_a_break_that_one_rank_alone_takes_is_explained() -> None:
+    def function() -> None:
+        for step in range(6):
+            if step == 3 and get_rank() == 1:
+                break
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(function)
+    last = str(cause_of(caught.value)).splitlines()[-1]
+    assert "rank 1 had returned" in last
+    assert "at test_endings.py:" in last
+    assert "Look for a break" in last
+
+
 def test_an_interrupt_from_outside_is_the_keyboard_interrupt_of_its_rank() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         run_ranks(struck(signal.SIGINT))

@@ -1,10 +1,12 @@
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddpkit.consequence import classify
@@ -299,6 +301,34 @@ def test_the_text_has_the_root_cause_last_and_once_and_every_rank_tagged() -> No
         "[rank 1/2] Traceback:",
         "[rank 1/2]   KeyError: 'x'",
     ]
+
+
+def test_a_consequence_is_shown_with_the_line_that_it_came_from() -> None:
+    root = failure(1, "exception", summary="KeyError: 'x'")
+    text = (
+        'Traceback (most recent call last):\n  File "/home/a/train.py", line 41, in main\n'
+        f'    loss.backward()\n  File "{torch.__file__}", line 7, in backward\n    ...\n'
+    )
+    other = failure(0, "transport", summary="RuntimeError: closed", traceback=text)
+    lines = describe(infos(root, other), 2, "train").splitlines()
+    assert lines[1] == "  rank 0: RuntimeError: closed at train.py:41 (a consequence)"
+
+
+def test_a_rank_that_had_returned_explains_a_collective_that_lost_it() -> None:
+    lost = RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer")
+    victim = failure_of_exception(0, fail_with(lost))
+    error = raise_all([victim], 3, {2: None})
+    expected = "rank 1 had returned from train() by then, while rank 0 was in"
+    assert expected in str(error.__cause__).splitlines()[-1]
+    if sys.version_info >= (3, 11):
+        assert expected in error.__notes__[0]
+    # Not where somebody has failed, nor where nobody has returned.
+    cases: list[tuple[list[Failure], dict[int, Stack | None]]] = [
+        ([victim, failure_of_exception(1, fail_with(KeyError("x")))], {2: None}),
+        ([victim], {1: None, 2: None}),
+    ]
+    for failures, unfinished in cases:
+        assert "had returned" not in str(raise_all(failures, 3, unfinished).__cause__)
 
 
 def test_the_text_of_a_rank_without_a_traceback_says_how_it_ended() -> None:
