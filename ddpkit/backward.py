@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.wording import shortened
@@ -73,6 +74,11 @@ class BackwardWatch:
         self._is_awaited = False
         self._knows_graph = averaging.is_static
         self._armed: set[str] = set()
+        self._refusals: list[RemovableHandle] = []
+        # Of an averaging backward, which reaches all parameters, even where it misses the outputs:
+        # a penalty on the gradients of inputs does, and a loss that the model has kept.
+        for node in list(self._nodes.values())[:1]:
+            node.register_prehook(self._calling("_note_parameter"))
 
     # --------------------------------------------------------------------- what leads to parameters
 
@@ -128,15 +134,19 @@ class BackwardWatch:
                 self._nodes[own].register_prehook(self._noting_around(name))
 
     def _noting_around(self, name: str) -> Callable[[object], None]:
+        return self._calling("_note_around", name)
+
+    def _calling(self, method: str, *args: Any) -> Callable[[object], None]:
+        """Return a hook that calls a method of this object while it lives."""
         # The reducer holds the nodes, and the wrapper the reducer and this object.
         weak = weakref.ref(self)
 
-        def note(_: object) -> None:
+        def call(_: object) -> None:
             watch = weak()
             if watch is not None:
-                watch._note_around(name)  # noqa: SLF001  # its own
+                getattr(watch, method)(*args)
 
-        return note
+        return call
 
     # ------------------------------------------------------------------------------ during backward
 
@@ -147,6 +157,24 @@ class BackwardWatch:
     def _enter_local(self, _: torch.Tensor) -> None:
         if (current := self._enter()) is not None:
             current.through_forward = True
+            if self._is_awaited and not current.averages and not self._refusals:
+                # It may yet come to the outputs of the other forward, as that of a sum does, but
+                # before any parameter that both have used.
+                refuse = self._calling("_refuse_local")
+                self._refusals = [node.register_prehook(refuse) for node in self._nodes.values()]
+
+    def _refuse_local(self) -> None:
+        while self._refusals:
+            self._refusals.pop().remove()
+        if self._is_awaited and self._current is not None and not self._current.averages:
+            self._current = None
+            raise GroupError(self._awaited_message())
+
+    def _note_parameter(self) -> None:
+        if not self._is_awaited or (current := self._enter()) is None:
+            return
+        if not current.through_forward:
+            current.averages = current.through_forward = True
 
     def _note_around(self, name: str) -> None:
         if not self._averaging.is_on():
@@ -201,20 +229,10 @@ class BackwardWatch:
             if hidden:
                 raise ConfigError(_hidden_message(hidden))
         for name, node in self._nodes.items():
-            node.register_prehook(self._counting(name))
-
-    def _counting(self, name: str) -> Callable[[object], None]:
-        weak = weakref.ref(self)
-
-        def count(_: object) -> None:
-            watch = weak()
-            if watch is not None and watch._averaging.is_on():  # noqa: SLF001  # its own
-                watch._count(name)  # noqa: SLF001
-
-        return count
+            node.register_prehook(self._calling("_count", name))
 
     def _count(self, name: str) -> None:
-        if self._current is None:
+        if self._current is None or not self._averaging.is_on():
             return
         if name in self._current.accumulated:
             raise ConfigError(
@@ -229,6 +247,16 @@ class BackwardWatch:
             f"{type(self._averaging.model).__name__} that ddp() wrapped. Gradients are averaged "
             "once after each forward, so this one has added only the gradients of its own rank. "
             "Add the losses and call backward once, or run forward before each backward."
+        )
+
+    def _awaited_message(self) -> str:
+        return (
+            "This backward is not to be averaged, for its forward ran inside of accumulate() or "
+            "`with sync_gradients(model, when=False):`. But an earlier forward of the "
+            f"{type(self._averaging.model).__name__} that ddp() wrapped ran outside of it, with "
+            "gradients enabled, and no backward has followed that one, so torch would average this "
+            "one in its place. Run a forward that no backward follows under torch.no_grad(), or, "
+            "where only torch.autograd.grad follows, inside of such a block as well."
         )
 
     def _around_message(self, name: str) -> str:

@@ -75,9 +75,10 @@ def ddp(
 
     What would leave the ranks with different gradients raises instead: a step that leaves
     parameters out (at its own backward, on all ranks, with the names), a second backward after one
-    forward, a backward from a method or part of the model that went around `forward`
-    (`unwrap(model).method(x)` is the way out), and parameters that were frozen or added when it
-    was too late.
+    forward, a backward that is not to be averaged (see `sync_gradients()`) between a forward that
+    is and the backward of that, a backward from a method or part of the model that went around
+    `forward` (`unwrap(model).method(x)` is the way out), and parameters that were frozen or added
+    when it was too late.
 
     The mean over the ranks is that of the whole batch if each rank brings as many samples; where
     the numbers differ, see `loss_weight()`. For `torch.distributed.checkpoint` pass

@@ -15,6 +15,7 @@ import torch._dynamo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpkit.accumulation import accumulate, sync_gradients
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_rank, is_rank0
 from ddpkit.reduce import reduce_sum
@@ -275,6 +276,100 @@ def test_what_looks_like_a_second_backward_but_is_none_works() -> None:
             loss.backward(retain_graph=True)
             loss.backward()
         model.zero_grad()
+        model(batch()).sum().backward()
+        return gradients(model)
+
+    for given in run_ranks(train, 2):
+        assert_close(given, expected_gradients([ALL, ALL]))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_local_backward_before_that_of_an_earlier_forward_raises(is_kept: bool) -> None:
+    def train() -> tuple[list[str], dict[str, torch.Tensor]]:
+        model: Any = ddp(branches())
+        pending = model(batch()).sum()
+        if not is_kept:
+            pending = None
+
+        def local() -> None:
+            with sync_gradients(model, when=False):
+                model(10 * batch()).sum().backward()
+
+        texts = [error_of(local, GroupError), error_of(local, GroupError)]
+        (model(batch()).sum() if pending is None else pending).backward()
+        return texts, gradients(model)
+
+    for texts, given in run_ranks(train, 2, timeout=20):
+        assert all("This backward is not to be averaged" in text for text in texts)
+        assert all("an earlier forward of the Branches" in text for text in texts)
+        assert_close(given, expected_gradients([ALL, ALL]))
+
+
+def test_a_probe_on_one_rank_before_a_window_raises_there() -> None:
+    def train() -> None:
+        model = ddp(branches())
+        if is_rank0():
+            model(batch())
+        for x, micro in accumulate(model, [batch()] * 2, every=2):
+            with micro:
+                model(x).sum().backward()
+
+    with pytest.raises(GroupError, match=r"no backward has followed that one"):
+        run_ranks(train, 2, timeout=20)
+
+
+def gap_to_mean(value: torch.Tensor) -> float:
+    """Return how far a rank's value is from the mean over the ranks, at most."""
+    return float((reduce_sum(value) / 2 - value).abs().max())
+
+
+def penalised(model: Any) -> torch.Tensor:
+    x = batch().requires_grad_()
+    output = model(x).square().sum()
+    (slope,) = torch.autograd.grad(output, x, create_graph=True)
+    return slope.square().sum()
+
+
+def test_local_backwards_after_averaged_ones_of_every_kind_stay_local() -> None:
+    def both(model: Any, *, local_first: bool) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        for when in (not local_first, local_first):
+            with sync_gradients(model, when=when):
+                outputs.append(model(batch()))
+        return torch.stack(outputs).sum()
+
+    def around_forward(model: Any) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(model, batch(), use_reentrant=False)
+        return output.sum()
+
+    def train() -> list[bool]:
+        model: Any = ddp(branches())
+        replies = []
+        for loss_of in (
+            penalised,
+            around_forward,
+            lambda model: both(model, local_first=True),
+            lambda model: both(model, local_first=False),
+        ):
+            model.zero_grad()
+            loss_of(model).backward()
+            replies.append(gradients(model))
+            model.zero_grad()
+            with sync_gradients(model, when=False):
+                model(batch()).sum().backward()
+            replies.append(gradients(model))
+        return [all(gap_to_mean(value) < 1e-6 for value in reply.values()) for reply in replies]
+
+    for alike in run_ranks(train, 2, timeout=20):
+        assert alike == [True, False] * 4
+
+
+def test_an_error_between_forward_and_backward_leaves_no_trace() -> None:
+    def train() -> dict[str, torch.Tensor]:
+        model = ddp(branches())
+        output = model(batch())
+        with pytest.raises(ZeroDivisionError):
+            output / (1 // 0)
         model(batch()).sum().backward()
         return gradients(model)
 
