@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError
 from ddpkit.group import communication_device, require_group
-from ddpkit.wording import name_ranks, shortened
+from ddpkit.wording import by_ranks, name_ranks, shortened
 from ddpkit.wrap import unwrap
 
 __all__ = ["Entry", "Gap", "assert_replicas_equal", "find_difference", "gap_between"]
@@ -273,14 +273,7 @@ def _headline(difference: Difference) -> str:
         return (
             f"{difference.name} ({what}) differs on {name_ranks(difference.others)} from rank 0's"
         )
-    return f"{difference.name} is {_by_ranks(difference.entries)}"
-
-
-def _by_ranks(entries: Iterable[Entry | None]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        ranks.setdefault(_what(entry), []).append(rank)
-    return "; ".join(f"{what} on {name_ranks(who)}" for what, who in ranks.items())
+    return f"{difference.name} is {by_ranks(dict(enumerate(map(_what, difference.entries))))}"
 
 
 # ------------------------------------------------------------------------ how far tensors are apart

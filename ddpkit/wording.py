@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["name_ranks", "shortened"]
+__all__ = ["by_ranks", "name_ranks", "shortened"]
 
 
 def shortened(items: Sequence[str], limit: int = 6) -> str:
@@ -38,3 +38,19 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:limit])
     more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
+
+
+def by_ranks(values: Mapping[int, str]) -> str:
+    """Say which ranks have what.
+
+    Args:
+        values: What each rank has.
+
+    Example:
+        >>> by_ranks({0: "red", 1: "green", 2: "red"})
+        'red on ranks 0, 2; green on rank 1'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {name_ranks(who)}" for value, who in ranks.items())

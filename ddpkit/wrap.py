@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpkit.agree import exchange
-from ddpkit.buffers import broadcast_from_rank0
+from ddpkit.buffers import broadcast_from_rank0, describe_buffers
 from ddpkit.entrance import carry_over, is_split
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_channel, get_device, is_rank0, require_group
-from ddpkit.wording import shortened
+from ddpkit.wording import by_ranks, shortened
 from ddpkit.wrapper import DistributedModel, wrapper_class
 
 if TYPE_CHECKING:
@@ -348,8 +348,8 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
         for name, tensor in model.named_parameters()
     ]
     buffers = [
-        f"buffer {name}: {tuple(tensor.shape)} {tensor.dtype}"
-        for name, tensor in model.named_buffers()
+        f"buffer {name}: {what}"
+        for name, what in describe_buffers(dict(model.named_buffers())).items()
     ]
     # Under DETAIL on gloo a group is made, which all ranks must do or none.
     level = f"TORCH_DISTRIBUTED_DEBUG: {dist.get_debug_level().name}"
@@ -379,7 +379,7 @@ def difference_message(descriptions: list[list[str]]) -> str:
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
     if differing:
-        shown = [f"  {name}: {_by_ranks(tables, name)}" for name in differing[:_MAX_SHOWN]]
+        shown = [f"  {name}: {_who_has(tables, name)}" for name in differing[:_MAX_SHOWN]]
         rest = len(differing) - len(shown)
         details = "\n".join([*shown, *([f"  and {rest} more"] if rest else [])])
     else:
@@ -390,13 +390,8 @@ def difference_message(descriptions: list[list[str]]) -> str:
     )
 
 
-def _by_ranks(tables: list[dict[str, str]], name: str) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, table in enumerate(tables):
-        ranks.setdefault(table.get(name, "not there"), []).append(str(rank))
-    return "; ".join(
-        f"{what} on rank{'s' * (len(who) > 1)} {shortened(who)}" for what, who in ranks.items()
-    )
+def _who_has(tables: list[dict[str, str]], name: str) -> str:
+    return by_ranks({rank: table.get(name, "not there") for rank, table in enumerate(tables)})
 
 
 def _order_difference(descriptions: list[list[str]]) -> str:

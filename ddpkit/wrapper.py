@@ -19,7 +19,7 @@ from ddpkit.errors import ConfigError
 from ddpkit.state_names import PlainNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _SPECIAL_METHODS = (
     "__len__",
@@ -47,7 +47,12 @@ class DistributedModel(DistributedDataParallel):
     ) -> None:
         super().__init__(model, **options)
         self._syncs_buffers = sync_buffers
-        self._buffer_message = BufferMessage(self.process_group)
+        self._buffer_message = BufferMessage(
+            self.process_group,
+            self._buffers_to_send,
+            self._buffers_by_name,
+            together=number is not None,
+        )
         named = {n: p for n, p in model.named_parameters() if not self._is_left_alone(n)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._completeness = CompletenessCheck(self, trained, number)
@@ -151,14 +156,15 @@ class DistributedModel(DistributedDataParallel):
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0. Collective: every rank must call this."""
+        self._buffer_message.broadcast()
+
+    def _buffers_to_send(self) -> Iterable[torch.Tensor]:
+        some = self.parameters_to_ignore
+        return self._buffers_by_name().values() if some else buffers_of(self.module)
+
+    def _buffers_by_name(self) -> dict[str, torch.Tensor]:
         ignored = self.parameters_to_ignore
-        buffers = (
-            [item for name, item in self.module.named_buffers() if name not in ignored]
-            if ignored
-            else buffers_of(self.module)
-        )
-        if buffers:
-            self._buffer_message.broadcast(buffers)
+        return {name: item for name, item in self.module.named_buffers() if name not in ignored}
 
 
 class WatchedMethod:

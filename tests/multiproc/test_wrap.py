@@ -381,11 +381,11 @@ def test_only_a_backward_that_averages_synchronises_buffers() -> None:
         model.synchronise_buffers = counted
         x = torch.randn(4, 3, requires_grad=True)
         counts = []
-        torch.autograd.grad(model(x).sum(), x)
-        torch.autograd.grad(model(x).sum(), unwrap(model)[0].weight)
-        counts.append(calls[0])
         with model.no_sync():
             model(x).sum().backward()
+        counts.append(calls[0])
+        torch.autograd.grad(model(x).sum(), x)
+        torch.autograd.grad(model(x).sum(), unwrap(model)[0].weight)
         counts.append(calls[0])
         (model(x).sum() + model(x).sum()).backward()  # Two forwards, one backward.
         counts.append(calls[0])
@@ -451,6 +451,72 @@ def test_buffers_of_every_type_and_layout_are_rank_0s(larger: int) -> None:
     assert first == second
     assert first[-1] == ("torch.float32", "[0.25, 0.25]")
     assert first[1] == ("torch.int64", "[4]")
+
+
+class Caching(nn.Module):
+    """Has a buffer as long as its input, and one of its own size."""
+
+    cache: torch.Tensor
+
+    def __init__(self, other: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+        self.register_buffer("cache", torch.zeros(2))
+        self.register_buffer("other", torch.full((other,), 7.0 + get_rank()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) != len(self.cache):
+            self.cache = torch.arange(float(len(x))) + get_rank()
+        return self.line(x).sum()  # type: ignore[no-any-return]
+
+
+SIZES = pytest.mark.parametrize("other", [3, 300_000], ids=["one message", "in buckets"])
+
+
+@SIZES
+def test_buffers_that_all_ranks_resize_stay_rank_0s(other: int) -> None:
+    def use() -> list[list[float]]:
+        model: Any = ddp(Caching(other))
+        found = []
+        for length in (2, 4, 4, 1):
+            model(torch.ones(length, 1)).backward()
+            found.append([*model.cache.tolist(), *model.other[-3:].tolist()])
+        return found
+
+    for found in run_ranks(use, 2, timeout=20):
+        assert found[1:] == [[0, 1, 2, 3, 7, 7, 7]] * 2 + [[0, 7, 7, 7]]
+
+
+@SIZES
+@pytest.mark.parametrize("lengths", [(4, 2, 4), (4, 2, 2), (1, 4, 2)], ids=str)
+def test_buffers_that_rank_0_resizes_unlike_others_are_named(
+    lengths: tuple[int, ...], other: int
+) -> None:
+    def use() -> str:
+        model = ddp(Caching(other))
+        model(torch.ones(2, 1)).backward()
+        with pytest.raises(GroupError) as caught:
+            model(torch.ones(lengths[get_rank()], 1)).backward()
+        return str(caught.value)
+
+    texts = set(run_ranks(use, 3, timeout=20))
+    assert len(texts) == 1
+    assert f"cache: ({lengths[0]},) torch.float32 on rank" in texts.copy().pop()
+    assert "plain attribute" in texts.pop()
+
+
+@SIZES
+def test_a_rank_that_alone_resizes_a_buffer_is_told(other: int) -> None:
+    def use() -> list[float]:
+        model: Any = ddp(Caching(other))
+        if get_rank() == 1:
+            with pytest.raises(GroupError, match=r"\(2,\) .* on rank 0; \(5,\) .* on rank 1"):
+                model(torch.ones(5, 1)).backward()
+        else:
+            model(torch.ones(2, 1)).backward()
+        return model.other[-3:].tolist()  # type: ignore[no-any-return]
+
+    assert run_ranks(use, 3, timeout=20)[::2] == [[7, 7, 7]] * 2
 
 
 def test_buffers_may_be_left_to_each_rank() -> None:

@@ -36,7 +36,7 @@ STANDS_ON = {
     "wording": "",
     "backward": "errors wording",
     "completeness": "agree wording",
-    "buffers": "",
+    "buffers": "agree wording",
     "wrapper": "state_names backward buffers completeness",
     "meeting": "",
     "mover": "meeting",
