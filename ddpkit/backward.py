@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ddpkit.additions import Additions
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.wording import shortened
 
@@ -37,6 +38,8 @@ class Averaging:
     """Those whose gradients are averaged, by name."""
     frozen: dict[str, nn.Parameter]
     """Those that had no gradient when the model was wrapped."""
+    named: Callable[[], dict[str, nn.Parameter]]
+    """All that the model has now, but for those that are left alone."""
     is_on: Callable[[], bool]
     """Whether gradients are averaged now, and not inside of no_sync()."""
     at_end: Callable[[], None]
@@ -70,6 +73,8 @@ class BackwardWatch:
             for name, parameter in averaging.parameters.items()
         }
         self._names = {id(item): name for name, item in averaging.parameters.items()}
+        self._frozen = dict(averaging.frozen)
+        self._additions = Additions()
         self._current: _Backward | None = None
         self._is_awaited = False
         self._knows_graph = averaging.is_static
@@ -83,6 +88,20 @@ class BackwardWatch:
     # --------------------------------------------------------------------- what leads to parameters
 
     @torch._disable_dynamo  # noqa: SLF001  # what DDP itself uses
+    def check(self) -> None:
+        """Look for parameters that torch does not know of. Called before each forward.
+
+        Raises:
+            GroupError: Parameters were made trainable, or added, since the model was wrapped.
+        """
+        if self._additions.happened:
+            self._additions.happened = False
+            self._look_for_added()
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            names = [name for name, item in self._frozen.items() if item.requires_grad]
+            raise GroupError(_not_averaged_message(names, "were frozen", "are trainable now"))
+
+    @torch._disable_dynamo  # noqa: SLF001
     def follow(self, output: object, *, averages: bool) -> None:
         """Put hooks on what a forward of the wrapper has returned.
 
@@ -91,10 +110,8 @@ class BackwardWatch:
             averages: Whether the backward through it is to average gradients.
 
         Raises:
-            GroupError: Parameters were made trainable since the model was wrapped.
             ConfigError: The model uses re-entrant checkpointing with options that it fails with.
         """
-        self._check_still_frozen()
         self._current = None  # one that an error has ended has left it
         enter = self._enter_averaging if averages else self._enter_local
         # A parameter that a model returns as it is would keep every hook.
@@ -209,15 +226,14 @@ class BackwardWatch:
 
     # ----------------------------------------------------------------------------------- the checks
 
-    def _check_still_frozen(self) -> None:
-        frozen = self._averaging.frozen
-        if any(parameter.requires_grad for parameter in frozen.values()):
-            names = [name for name, parameter in frozen.items() if parameter.requires_grad]
-            raise GroupError(
-                f"Parameters were frozen when ddp() wrapped the model and are trainable now: "
-                f"{shortened(names)}. Their gradients would "
-                "not be averaged. Wrap the model again: model = ddp(unwrap(model))."
-            )
+    def _look_for_added(self) -> None:
+        known = {*self._names, *map(id, self._frozen.values())}
+        added = {n: item for n, item in self._averaging.named().items() if id(item) not in known}
+        trained = [name for name, item in added.items() if item.requires_grad]
+        if trained:
+            self._additions.happened = True
+            raise GroupError(_not_averaged_message(trained, "were not there", "were added later"))
+        self._frozen.update(added)
 
     def _look_for_reentrance(self, outputs: list[torch.Tensor]) -> None:
         """Look once into the graph for checkpointing that the reducer cannot follow."""
@@ -267,6 +283,13 @@ class BackwardWatch:
             f"each rank is to keep its own gradients, use unwrap(model).{name}, or put the "
             "backward into `with sync_gradients(model, when=False):`."
         )
+
+
+def _not_averaged_message(names: list[str], before: str, now: str) -> str:
+    return (
+        f"Parameters {before} when ddp() wrapped the model and {now}: {shortened(names)}. Their "
+        "gradients would not be averaged. Wrap the model again: model = ddp(unwrap(model))."
+    )
 
 
 def _hidden_message(names: list[str]) -> str:

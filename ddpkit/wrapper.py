@@ -53,7 +53,7 @@ class DistributedModel(DistributedDataParallel):
             self._buffers_by_name,
             together=number is not None,
         )
-        named = {n: p for n, p in model.named_parameters() if not self._is_left_alone(n)}
+        named = self._parameters_by_name()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._completeness = CompletenessCheck(self, trained, number)
         self._backwards = BackwardWatch(
@@ -61,6 +61,7 @@ class DistributedModel(DistributedDataParallel):
                 model,
                 trained,
                 {name: p for name, p in named.items() if name not in trained},
+                named=self._parameters_by_name,
                 is_on=lambda: self.require_backward_grad_sync and not self._join_config.enable,
                 at_end=self._finish_backward,
                 finds_unused=self.find_unused_parameters,
@@ -70,6 +71,10 @@ class DistributedModel(DistributedDataParallel):
         self._plain_names = PlainNames(self)
         # Last: from here on, writes go to the model.
         self._is_ready = True
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        named = self.module.named_parameters()
+        return {name: item for name, item in named if not self._is_left_alone(name)}
 
     def _is_left_alone(self, name: str) -> bool:
         # torch joins the module's name and the parameter's, also where the former is empty.
@@ -102,10 +107,19 @@ class DistributedModel(DistributedDataParallel):
         if self._is_the_models(name):
             setattr(self.module, name, value)
             return
-        is_part = isinstance(value, (nn.Module, nn.Parameter)) and name not in self._modules
-        if is_part and self.__dict__.get("_is_ready"):
+        if isinstance(value, nn.Module) and name not in self._modules:
             self._refuse_new_part(name)
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse a parameter of the wrapper itself."""
+        self._refuse_new_part(name)
+        super().register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse a part of the wrapper itself."""
+        self._refuse_new_part(name)
+        super().add_module(name, module)
 
     def __delattr__(self, name: str) -> None:
         if self._is_the_models(name):
@@ -119,6 +133,8 @@ class DistributedModel(DistributedDataParallel):
         return not hasattr(type(self), name) and hasattr(self.module, name)
 
     def _refuse_new_part(self, name: str) -> None:
+        if not self.__dict__.get("_is_ready"):
+            return
         raise ConfigError(
             f"{name} was added to a {type(self.module).__name__} that ddp() has wrapped, which "
             "would neither train nor save it. Add it to the model before ddp(), or wrap again: "
@@ -140,9 +156,12 @@ class DistributedModel(DistributedDataParallel):
     @torch._disable_dynamo(recursive=False)  # noqa: SLF001  # what DDP itself uses
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model as DDP does, and watch the backward that follows."""
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         # Ranks that have run out of data mimic torch's collectives inside of join(), not ours.
-        if torch.is_grad_enabled() and not self._join_config.enable:
+        is_watched = torch.is_grad_enabled() and not self._join_config.enable
+        if is_watched:
+            self._backwards.check()
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if is_watched:
             self._backwards.follow(output, averages=self.require_backward_grad_sync)
         return output
 

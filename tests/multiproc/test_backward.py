@@ -178,7 +178,7 @@ def test_it_is_said_why_a_parameter_has_no_gradient() -> None:
         model.third.requires_grad_(False)
 
     def replace(model: Branches) -> None:
-        model.third = nn.Linear(4, 4)
+        model.third = model.second
 
     for text in run_ranks(train, 2, args=(freeze,)):
         assert "third.weight (frozen after ddp())" in text
@@ -538,14 +538,69 @@ def test_parameters_that_would_not_be_averaged_are_refused() -> None:
         model(batch()).sum().backward()
         unwrap(model).first.requires_grad_(True)
         unfrozen = error_of(lambda: model(batch()), GroupError)
-        added = error_of(lambda: setattr(model, "head", nn.Linear(4, 2)), ConfigError)
+        model = ddp(unwrap(model))  # as it was told to
+        model(batch()).sum().backward()
+        parts = [
+            lambda: setattr(model, "head", nn.Linear(4, 2)),
+            lambda: model.add_module("head", nn.Linear(4, 2)),
+            lambda: model.register_parameter("head", nn.Parameter(torch.ones(1))),
+        ]
         model.note = "plain values are welcome"
-        return [unfrozen, added]
+        return [unfrozen, *(error_of(add, ConfigError) for add in parts)]
 
-    for unfrozen, added in run_ranks(train, 2):
+    for unfrozen, *added in run_ranks(train, 2):
         assert "trainable now: first.weight, first.bias" in unfrozen
         assert "ddp(unwrap(model))" in unfrozen
-        assert "head was added to a Branches" in added
+        assert all("head was added to a Branches" in text for text in added)
+
+
+class Adapted(nn.Module):
+    """Adds a small layer to a large one, as a low-rank adapter does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.extra = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.extra(x)  # type: ignore[no-any-return]
+
+
+def test_parameters_that_were_added_after_wrapping_are_named_at_the_next_forward() -> None:
+    def scale(model: Branches) -> None:
+        model.second.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+    def adapt(model: Branches) -> None:
+        model.first = cast("Any", Adapted(model.first))
+
+    def train(add: Callable[[Branches], None]) -> tuple[list[str], dict[str, torch.Tensor]]:
+        model = ddp(branches())
+        model(batch()).sum().backward()
+        add(unwrap(model))
+        with torch.no_grad():
+            model(batch())
+        texts = [error_of(lambda: model(batch()), GroupError) for _ in range(2)]
+        model = ddp(unwrap(model), find_unused_parameters=True)
+        model.zero_grad()
+        model(batch()).sum().backward()
+        return texts, gradients(model)
+
+    for add, told in ((scale, "second.scale"), (adapt, "first.extra.weight, first.extra.bias")):
+        (texts, one), (_, other) = run_ranks(train, 2, args=(add,))
+        assert all(f"were added later: {told}. Their" in text for text in texts)
+        assert_close(one, other)
+
+
+def test_frozen_parameters_may_be_added_and_are_watched_from_then_on() -> None:
+    def train() -> str:
+        model: Any = ddp(branches())
+        unwrap(model).note = nn.Parameter(torch.ones(1), requires_grad=False)
+        model(batch()).sum().backward()
+        unwrap(model).note.requires_grad_(True)
+        return error_of(lambda: model(batch()), GroupError)
+
+    for text in run_ranks(train, 2):
+        assert "trainable now: note" in text
 
 
 # ----------------------------------------------------------------------- re-entrant checkpointing
