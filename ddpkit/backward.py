@@ -9,8 +9,9 @@ handed out. At the end of the backward it is known what it went through.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -341,8 +342,11 @@ def tensors_in(output: object, depth: int = 6) -> Iterator[torch.Tensor]:
     elif isinstance(output, Mapping):
         for item in output.values():
             yield from tensors_in(item, depth - 1)
-    elif isinstance(output, (tuple, list, set, frozenset)):
+    elif isinstance(output, (tuple, list, set, frozenset, deque)):
         for item in output:
             yield from tensors_in(item, depth - 1)
     elif hasattr(output, "__dict__") and not isinstance(output, type):
         yield from tensors_in(vars(output), depth - 1)
+    elif is_dataclass(output) and not isinstance(output, type):  # one that has slots
+        for item in fields(output):
+            yield from tensors_in(getattr(output, item.name, None), depth - 1)

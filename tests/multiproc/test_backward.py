@@ -235,6 +235,42 @@ def test_compiled_models_are_averaged_and_checked(order: str) -> None:
         assert "third.weight, " in text
 
 
+class Hiding(Branches):
+    """Returns its output where nobody looks for it, and keeps a loss."""
+
+    def forward(self, x: torch.Tensor, names: str = ALL) -> Any:
+        output = super().forward(x, names)
+        self.kept = output.square().sum()
+        return (part for part in [output])
+
+
+def through_a_generator(model: Any, names: str) -> torch.Tensor:
+    (output,) = model(batch(), names)
+    return output  # type: ignore[no-any-return]
+
+
+def through_what_forward_kept(model: Any, names: str) -> torch.Tensor:
+    model(batch(), names)
+    return model.kept  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", [through_a_generator, through_what_forward_kept])
+def test_averaging_is_checked_where_no_output_is_found(
+    way: Callable[[Any, str], torch.Tensor],
+) -> None:
+    def train() -> tuple[str, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = ddp(Hiding())
+        way(model, ALL).sum().backward()
+        given = gradients(model)
+        text = error_of(lambda: way(model, "first second").sum().backward(), GroupError)
+        return text, given
+
+    (text, one), (_, other) = run_ranks(train, 2)
+    assert "all ranks: third.weight, third.bias" in text
+    assert_close(one, other)
+
+
 # ---------------------------------------------------------------------------- one backward too many
 
 

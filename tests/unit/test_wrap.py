@@ -1,5 +1,6 @@
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -196,9 +197,18 @@ def test_tensors_are_found_in_whatever_a_model_returns() -> None:
             self.parts = parts
             self.name = "text"
 
-    tensors = [torch.tensor(float(i)) for i in range(4)]
-    output = {"a": [tensors[0], None], "b": (Output(tensors[1], tensors[2]), 3, "x"), 1: tensors[3]}
-    assert [float(tensor) for tensor in tensors_in(output)] == [0, 1, 2, 3]
+    @dataclass(slots=True)
+    class Slotted:
+        part: torch.Tensor
+
+    tensors = [torch.tensor(float(i)) for i in range(6)]
+    output = {
+        "a": [tensors[0], None, Slotted],
+        "b": (Output(tensors[1], tensors[2]), 3, "x"),
+        1: tensors[3],
+        2: deque([Slotted(tensors[4]), tensors[5]]),
+    }
+    assert [float(tensor) for tensor in tensors_in(output)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_output_that_holds_itself_ends() -> None:
