@@ -38,6 +38,7 @@ Compression = Literal["fp16", "bf16", "powersgd"]
 _MAX_SHOWN = 6
 _TORCH_OPTIONS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 _OWN_OPTIONS = frozenset({"self", "module"})
+_OPTIONS_OF_A_RANK = frozenset({"device_ids", "output_device"})
 _BUFFER_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")
 # broadcast_buffers=False, all that torch < 2.13 has, leaves buffers unequal at construction too.
 _HAS_FORWARD_SYNC = "forward_sync_buffers" in _TORCH_OPTIONS
@@ -339,7 +340,7 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
     flags = [
         f"option {name}: {value}"
         for name, value in options.items()
-        if value is None or isinstance(value, (bool, str))
+        if value is None or (name not in _OPTIONS_OF_A_RANK and _is_plain(value))
     ]
     place = _places(model)
     parameters = [
@@ -354,6 +355,12 @@ def _describe(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
     # Under DETAIL on gloo a group is made, which all ranks must do or none.
     level = f"TORCH_DISTRIBUTED_DEBUG: {dist.get_debug_level().name}"
     return [level, *sorted(flags), *parameters, *buffers]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _places(model: nn.Module) -> dict[torch.device, str]:

@@ -251,12 +251,19 @@ def test_differing_models_raise_on_every_rank(change: Callable[[Any], object], t
     assert first == second
 
 
-def test_differing_options_are_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("find_unused_parameters", [False, True], "False on rank 0; True on rank 1"),
+        ("bucket_cap_mb", [1, 25], "1 on rank 0; 25 on rank 1"),
+        ("bucket_cap_mb", [None, 0.5], "None on rank 0; 0.5 on rank 1"),
+    ],
+)
+def test_differing_options_are_named(name: str, values: list[Any], told: str) -> None:
     def use() -> None:
-        with pytest.raises(
-            GroupError, match="option find_unused_parameters: False on rank 0; True"
-        ):
-            ddp(norm_net(), find_unused_parameters=get_rank() == 1)
+        options: dict[str, Any] = {name: values[get_rank()]}
+        with pytest.raises(GroupError, match=f"option {name}: {told}"):
+            ddp(norm_net(), **options)
 
     run_ranks(use)
 
