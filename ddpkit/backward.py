@@ -133,16 +133,14 @@ class BackwardWatch:
             name: What messages call it.
             value: An attribute of the model, or what a method of it has returned.
         """
-        if not torch.is_grad_enabled():
-            return
-        if isinstance(value, nn.Module):
-            self._arm(name, value.parameters())
-            return
-        for tensor in tensors_in(value):
-            if isinstance(tensor, nn.Parameter):
-                self._arm(name, [tensor])
-            elif tensor.grad_fn is not None:
-                tensor.register_hook(self._noting_around(name))
+        # Also without gradients: a layer that is read then may be used with them.
+        for part in _parts_in(value):
+            if isinstance(part, nn.Module):
+                self._arm(name, part.parameters())
+            elif isinstance(part, nn.Parameter):
+                self._arm(name, [part])
+            elif part.grad_fn is not None:
+                part.register_hook(self._noting_around(name))
 
     def _arm(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -333,20 +331,24 @@ def _will_run(accumulation: Any) -> bool:
         return False
 
 
-def tensors_in(output: object, depth: int = 6) -> Iterator[torch.Tensor]:
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
     """Find the tensors in what a model returns: containers, dataclasses, plain objects."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (str, bytes, nn.Module)) or depth == 0:
+    return (part for part in _parts_in(output) if isinstance(part, torch.Tensor))
+
+
+def _parts_in(value: object, depth: int = 6) -> Iterator[torch.Tensor | nn.Module]:
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        yield value
+    elif isinstance(value, (str, bytes, type)) or depth == 0:
         return
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(output, (tuple, list, set, frozenset, deque)):
-        for item in output:
-            yield from tensors_in(item, depth - 1)
-    elif hasattr(output, "__dict__") and not isinstance(output, type):
-        yield from tensors_in(vars(output), depth - 1)
-    elif is_dataclass(output) and not isinstance(output, type):  # one that has slots
-        for item in fields(output):
-            yield from tensors_in(getattr(output, item.name, None), depth - 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _parts_in(item, depth - 1)
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        for item in value:
+            yield from _parts_in(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from _parts_in(vars(value), depth - 1)
+    elif is_dataclass(value):  # one that has slots
+        for item in fields(value):
+            yield from _parts_in(getattr(value, item.name, None), depth - 1)

@@ -6,6 +6,9 @@ import copy
 import functools
 import inspect
 import operator
+from collections.abc import Generator
+from functools import cached_property
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -92,9 +95,10 @@ class DistributedModel(DistributedDataParallel):
             value = getattr(model, name)
         if not self.__dict__.get("_is_ready"):
             return value
-        if inspect.ismethod(value) and isinstance(value.__self__, nn.Module):
-            return WatchedMethod(self, value)
-        if isinstance(value, (nn.Module, torch.Tensor)):
+        if _leads_to_parts(value):
+            return WatchedCall(self._backwards, name, value)
+        is_property = isinstance(getattr(type(model), name, None), (property, cached_property))
+        if is_property or isinstance(value, (nn.Module, torch.Tensor)):
             self._backwards.hand_out(name, value)
         return value
 
@@ -186,27 +190,37 @@ class DistributedModel(DistributedDataParallel):
         return {name: item for name, item in self.module.named_buffers() if name not in ignored}
 
 
-class WatchedMethod:
-    """A method of the model that was read through the wrapper.
+def _leads_to_parts(value: object) -> bool:
+    """Tell whether to call it may run the model: a method, or a function that the model keeps."""
+    if inspect.ismethod(value):
+        return isinstance(value.__self__, nn.Module)
+    return isinstance(value, (FunctionType, functools.partial))
+
+
+class WatchedCall:
+    """A method or function of the model that was read through the wrapper.
 
     What it returns is watched: a backward from there would go around the wrapper's forward.
 
     Args:
-        wrapper: The wrapper.
-        method: The method, bound to the model or to a part of it.
+        watch: What watches.
+        name: Under which name it was read.
+        function: A method, bound to the model or to a part of it, or a function.
     """
 
     __wrapped__: Any
-    __name__: str
 
-    def __init__(self, wrapper: DistributedModel, method: Any) -> None:
-        self._watch = wrapper._backwards  # noqa: SLF001  # the wrapper's other half
-        functools.update_wrapper(self, method)
+    def __init__(self, watch: BackwardWatch, name: str, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self._watch = watch
+        self._label = f"{name}()"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method."""
+        """Run it."""
         value = self.__wrapped__(*args, **kwargs)
-        self._watch.hand_out(f"{self.__name__}()", value)
+        if isinstance(value, Generator):
+            return _WatchedGenerator(self._watch, self._label, value)
+        self._watch.hand_out(self._label, value)
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -216,14 +230,36 @@ class WatchedMethod:
 
     def __eq__(self, other: object) -> bool:
         mine = self.__wrapped__
-        return bool(mine == (other.__wrapped__ if isinstance(other, WatchedMethod) else other))
+        return bool(mine == (other.__wrapped__ if isinstance(other, WatchedCall) else other))
 
     def __hash__(self) -> int:
         return hash(self.__wrapped__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickles as the plain method, for data workers and the like.
-        return getattr, (self.__wrapped__.__self__, self.__name__)
+        # Pickles as what it wraps, for data workers and the like.
+        return operator.itemgetter(0), ((self.__wrapped__,),)
+
+
+class _WatchedGenerator(Generator[Any, Any, Any]):
+    """A generator of the model, each of whose items is watched."""
+
+    def __init__(self, watch: BackwardWatch, label: str, items: Generator[Any, Any, Any]) -> None:
+        self._watch = watch
+        self._label = label
+        self._items = items
+
+    def send(self, value: Any) -> Any:
+        return self._watched(self._items.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._watched(self._items.throw(*error))
+
+    def close(self) -> None:
+        self._items.close()
+
+    def _watched(self, item: Any) -> Any:
+        self._watch.hand_out(self._label, item)
+        return item
 
 
 def wrapper_class(model_class: type[nn.Module]) -> type[DistributedModel]:

@@ -4,7 +4,8 @@ Each of these leaves the ranks with different gradients in plain torch, or one r
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -46,6 +47,20 @@ class Branches(nn.Module):
     def penalty(self) -> torch.Tensor:
         """Return the sum of the squares of a layer's weights."""
         return self.second.weight.square().sum()
+
+    def parts(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self.first(x)
+        yield self.second(x)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.first, self.second]
+
+    @property
+    def penalties(self) -> tuple[torch.Tensor, ...]:
+        return (self.penalty(),)
+
+    def encode_batch(self) -> torch.Tensor:
+        return self.encode(batch())
 
     def remember(self, x: torch.Tensor) -> None:
         self.remembered = self.first(x)
@@ -470,6 +485,39 @@ def through_a_parameter(model: Any) -> torch.Tensor:
     return nn.functional.linear(batch(), model.first.weight)
 
 
+def through_a_generator_method(model: Any) -> torch.Tensor:
+    return next(model.parts(batch()))  # type: ignore[no-any-return]
+
+
+def through_a_property(model: Any) -> torch.Tensor:
+    return model.penalties[0]  # type: ignore[no-any-return]
+
+
+def through_a_list_of_layers(model: Any) -> torch.Tensor:
+    return model.layers()[0](batch())  # type: ignore[no-any-return]
+
+
+def through_a_partial(model: Any) -> torch.Tensor:
+    unwrap(model).partial = partial(unwrap(model).encode)
+    return model.partial(batch())  # type: ignore[no-any-return]
+
+
+def through_a_method_made_of_another(model: Any) -> torch.Tensor:
+    return model.encode_batch()  # type: ignore[no-any-return]
+
+
+def through_a_function(model: Any) -> torch.Tensor:
+    plain: Any = unwrap(model)
+    plain.function = lambda x: plain.first(x)
+    return model.function(batch())  # type: ignore[no-any-return]
+
+
+def through_a_layer_that_was_read_without_gradients(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        layer = model.first
+    return layer(batch())  # type: ignore[no-any-return]
+
+
 def through_what_a_method_kept(model: Any) -> torch.Tensor:
     model.remember(batch())
     return model.remembered  # type: ignore[no-any-return]
@@ -479,6 +527,13 @@ WAYS_AROUND = [
     through_a_method,
     through_a_child,
     through_a_parameter,
+    through_a_generator_method,
+    through_a_property,
+    through_a_list_of_layers,
+    through_a_partial,
+    through_a_method_made_of_another,
+    through_a_function,
+    through_a_layer_that_was_read_without_gradients,
     through_what_a_method_kept,
 ]
 
@@ -500,6 +555,47 @@ def test_a_backward_around_forward_raises(way: Callable[[Any], torch.Tensor]) ->
     for text, given in run_ranks(train, 2):
         assert "of the Branches that ddp() wrapped was used around forward" in text
         assert_close(given, expected_gradients([ALL, ALL]))
+
+
+def test_a_loss_function_that_the_model_keeps_may_be_used() -> None:
+    def train() -> tuple[bool, dict[str, torch.Tensor]]:
+        plain: Any = branches()
+        plain.loss_fn = nn.functional.mse_loss
+        model: Any = ddp(plain)
+        same = pickle.loads(pickle.dumps(model.loss_fn)) is nn.functional.mse_loss
+        model.loss_fn(model(batch()), torch.zeros(3, 4)).backward()
+        return same and model.loss_fn == nn.functional.mse_loss, gradients(model)
+
+    expected = expected_gradients([ALL, ALL], lambda output: output.square().mean())
+    for same, given in run_ranks(train, 2):
+        assert same
+        assert_close(given, expected)
+
+
+def test_generators_of_the_model_take_and_give_values_as_before() -> None:
+    class Talking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.told: list[object] = []
+
+        def talk(self) -> Iterator[int]:
+            try:
+                self.told.append((yield 1))
+                yield 2
+            except KeyError:
+                yield 3
+            finally:
+                self.told.append("closed")
+
+    def use() -> list[object]:
+        model: Any = ddp(Talking())
+        talk = model.talk()
+        found = [next(talk), talk.send("hello"), talk.throw(KeyError())]
+        talk.close()
+        return [*found, *model.told, list(model.talk())]
+
+    assert run_ranks(use, 2) == [[1, 2, 3, "hello", "closed", [1, 2]]] * 2
 
 
 def test_items_of_containers_are_watched_too() -> None:
