@@ -79,7 +79,7 @@ class BackwardWatch:
         self._current: _Backward | None = None
         self._is_awaited = False
         self._knows_graph = averaging.is_static
-        self._armed: set[str] = set()
+        self._armed: dict[str, RemovableHandle] = {}
         self._refusals: list[RemovableHandle] = []
         # Of an averaging backward, which reaches all parameters, even where it misses the outputs:
         # a penalty on the gradients of inputs does, and a loss that the model has kept.
@@ -146,8 +146,13 @@ class BackwardWatch:
         for parameter in parameters:
             own = self._names.get(id(parameter))
             if own is not None and own not in self._armed:
-                self._armed.add(own)
-                self._nodes[own].register_prehook(self._noting_around(name))
+                hook = self._noting_around(name)
+                self._armed[own] = self._nodes[own].register_prehook(hook)
+
+    def forget_parts(self) -> None:
+        """No longer watch what was handed out, because the plain model is used on purpose."""
+        while self._armed:
+            self._armed.popitem()[1].remove()
 
     def _noting_around(self, name: str) -> Callable[[object], None]:
         return self._calling("_note_around", name)

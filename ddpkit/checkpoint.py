@@ -43,7 +43,7 @@ from ddpkit.serialize import type_name_of
 from ddpkit.series import is_whole, numbered, older_members, sorted_by_number
 from ddpkit.snapshot import CopySpace, check_loadable, on_cpu, one_line, plain_state
 from ddpkit.state_names import without_prefix, wrapper_prefix
-from ddpkit.wrap import unwrap
+from ddpkit.wrap import plain_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -754,7 +754,7 @@ def _restore_one(live: Any, state: Any, loaded: _Loaded) -> None:
         # Optimizers and their like keep the tensors that they are given.
         live.load_state_dict(loaded.own(state))
         return
-    plain = unwrap(live)
+    plain = plain_model(live)
     if isinstance(state, Mapping):
         state = without_prefix(state, wrapper_prefix(state, plain.state_dict(keep_vars=True)))
         state = _independent(state, plain, loaded)

@@ -17,7 +17,7 @@ from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError
 from ddpkit.group import communication_device, require_group
 from ddpkit.wording import by_ranks, name_ranks, shortened
-from ddpkit.wrap import unwrap
+from ddpkit.wrap import plain_model
 
 __all__ = ["Entry", "Gap", "assert_replicas_equal", "find_difference", "gap_between"]
 
@@ -88,7 +88,7 @@ def _has_state(value: object) -> bool:
 def _parts(value: Any, path: str, *, gradients: bool) -> Iterator[tuple[str, Any]]:
     """Take apart what was given into tensors and plain values, with their names."""
     if isinstance(value, nn.Module):
-        for name, part in _module_parts(unwrap(value), gradients=gradients):
+        for name, part in _module_parts(plain_model(value), gradients=gradients):
             yield _joined(path, name), part
     elif _has_state(value):
         yield from _parts(value.state_dict(), path, gradients=gradients)

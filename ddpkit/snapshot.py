@@ -15,7 +15,7 @@ from torch import nn
 from ddpkit.errors import CheckpointError
 from ddpkit.nested import with_items
 from ddpkit.serialize import type_name_of
-from ddpkit.wrap import unwrap
+from ddpkit.wrap import plain_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def plain_state(value: Any) -> Any:
 
 def _state_of(value: Any) -> Any:
     if isinstance(value, nn.Module):
-        return plain_state(unwrap(value).state_dict())
+        return plain_state(plain_model(value).state_dict())
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return plain_state(value.state_dict())
     return value

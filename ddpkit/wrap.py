@@ -158,7 +158,8 @@ def unwrap(model: M) -> M:
     """Return the plain model inside of DDP, DataParallel and `torch.compile`, in any nesting.
 
     Does not communicate. In a world of one, or for a plain model, it returns its argument. Children
-    of the model are left as they are.
+    of the model are left as they are. What was read through the wrapper before, such as a layer
+    whose parameters an optimizer got, may go around `forward` from now on.
 
     Args:
         model: A model, wrapped or not.
@@ -178,10 +179,28 @@ def unwrap(model: M) -> M:
         raise ConfigError(
             f"unwrap() was given a {type(model).__qualname__}; expected a torch.nn.Module."
         )
-    inner: nn.Module = model
-    while (wrapped := _wrapped_module(inner)) is not None:
-        inner = wrapped
+    for part in _layers_of(model):
+        if isinstance(part, DistributedModel):
+            part.forget_parts()
+    return plain_model(model)
+
+
+def plain_model(model: M) -> M:
+    """Return what `unwrap` does, to look at it: parts that were read before stay watched.
+
+    Args:
+        model: A model, wrapped or not.
+    """
+    *_, inner = _layers_of(model)
     return cast("M", inner)
+
+
+def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Go through the wrappers of a model, from the outermost on, to the model itself."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        inner = _wrapped_module(inner)
 
 
 def _wrapped_module(model: nn.Module) -> nn.Module | None:
@@ -203,14 +222,12 @@ def _check_model(model: object) -> None:
         raise ConfigError(
             f"ddp() was given a {type(model).__qualname__}; expected a torch.nn.Module."
         )
-    plain: nn.Module | None = model
-    while plain is not None:
-        if isinstance(plain, (DistributedDataParallel, DataParallel)):
+    for part in _layers_of(model):
+        if isinstance(part, (DistributedDataParallel, DataParallel)):
             raise ConfigError(
-                f"ddp() was given a model that is wrapped in {type(plain).__name__} already. Wrap "
+                f"ddp() was given a model that is wrapped in {type(part).__name__} already. Wrap "
                 "it once: drop the other wrapper, or pass unwrap(model)."
             )
-        plain = _wrapped_module(plain)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -431,7 +448,7 @@ def _wrap(model: nn.Module, options: dict[str, Any], compress: Compression | Non
         options["process_group"] = _group_without_detail()
     # At the level "info", torch names the parameters that a step leaves out; at "off" it does not.
     with _debug_level(_at_least_info(dist.get_debug_level())):
-        wrapped = wrapper_class(type(unwrap(model)))(
+        wrapped = wrapper_class(type(plain_model(model)))(
             model, sync_buffers=sync_buffers, number=number, **options
         )
     if sync_buffers and not _HAS_FORWARD_SYNC:

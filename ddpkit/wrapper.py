@@ -102,6 +102,10 @@ class DistributedModel(DistributedDataParallel):
             self._backwards.hand_out(name, value)
         return value
 
+    def forget_parts(self) -> None:
+        """No longer watch parts that were read so far: the plain model is to be used."""
+        self._backwards.forget_parts()
+
     def watched_item(self, item: Any) -> Any:
         """Return what was taken out of a model that is a container, a child mostly."""
         self._backwards.hand_out("an item", item)

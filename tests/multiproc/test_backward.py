@@ -20,7 +20,8 @@ from ddpkit.accumulation import accumulate, sync_gradients
 from ddpkit.errors import ConfigError, GroupError
 from ddpkit.group import get_rank, is_rank0
 from ddpkit.reduce import reduce_sum
-from ddpkit.testing import run_ranks
+from ddpkit.snapshot import plain_state
+from ddpkit.testing import assert_replicas_equal, run_ranks
 from ddpkit.wrap import ddp, unwrap
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.0001}
@@ -625,6 +626,35 @@ def test_the_plain_model_is_the_way_out() -> None:
         return unwrap(model).first.weight.grad is not None
 
     assert run_ranks(train, 2) == [True, True]
+
+
+def test_the_plain_model_is_the_way_out_after_an_optimizer_got_parts() -> None:
+    def train() -> dict[str, torch.Tensor]:
+        model: Any = ddp(branches())
+        torch.optim.SGD([{"params": model.first.parameters()}, {"params": [model.second.weight]}])
+        model(batch()).sum().backward()
+        through_a_child(unwrap(model)).sum().backward()
+        text = error_of(lambda: through_a_child(model).sum().backward(), GroupError)
+        assert "first of the Branches" in text
+        model = ddp(unwrap(model))
+        model.zero_grad()
+        model(batch()).sum().backward()
+        return gradients(model)
+
+    for given in run_ranks(train, 2):
+        assert_close(given, expected_gradients([ALL, ALL]))
+
+
+def test_looking_at_the_state_lets_nothing_go_around_forward() -> None:
+    def train() -> str:
+        model: Any = ddp(branches())
+        layer = model.first
+        assert_replicas_equal(model)
+        plain_state({"model": model})
+        return error_of(lambda: layer(batch()).sum().backward(), GroupError)
+
+    for text in run_ranks(train, 2):
+        assert "first of the Branches" in text
 
 
 def test_a_penalty_beside_forward_is_averaged_with_it() -> None:
