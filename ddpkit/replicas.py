@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ _NAME = "assert_replicas_equal"
 _BLOCK = 1 << 18  # elements or bytes that are looked at at a time: they stay in the cache
 _MAX_WIDTH = 60
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def assert_replicas_equal(model: object, *, gradients: bool = False) -> None:
@@ -61,7 +63,7 @@ def assert_replicas_equal(model: object, *, gradients: bool = False) -> None:
             f"{_NAME}() was given a {type(model).__qualname__}; expected a torch.nn.Module, "
             "something with a state_dict(), or a dictionary or list of these."
         )
-    parts = dict(_parts(model, "", gradients=gradients))
+    parts = _by_name(_parts(model, "", gradients=gradients))
     empty = [name for name, part in parts.items() if isinstance(part, Tensor) and _is_empty(part)]
     is_compared = require_group(_NAME) and not empty
     table = {name: _entry(part) for name, part in parts.items()} if is_compared else {}
@@ -95,11 +97,22 @@ def _parts(value: Any, path: str, *, gradients: bool) -> Iterator[tuple[str, Any
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _parts(part, _joined(path, key), gradients=gradients)
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        is_ordered = isinstance(value, (list, tuple))
+        for index, part in enumerate(value if is_ordered else sorted(value, key=repr)):
             yield from _parts(part, _joined(path, index), gradients=gradients)
     else:
         yield path, value
+
+
+def _by_name(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Number those whose names are alike, such as the keys "a.b" and "b" in "a"."""
+    table: dict[str, Any] = {}
+    for name, part in parts:
+        numbered = (f"{name} #{number}" for number in itertools.count(2))
+        free = itertools.chain([name], numbered)
+        table[next(each for each in free if each not in table)] = part
+    return table
 
 
 def _module_parts(model: nn.Module, *, gradients: bool) -> Iterator[tuple[str, Any]]:

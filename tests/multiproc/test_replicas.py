@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,6 +182,23 @@ def test_optimizers_are_told_by_their_state_and_settings() -> None:
     assert "The first: state[0].exp_avg (float32 (2,)) differs on rank 1" in message
     message = message_on_all(lambda rank: {"opt": adam(rank, lr=0.1 + rank, value=0.0)})
     assert "The first: opt.param_groups[0].lr is 0.1 on rank 0; 1.1 on rank 1." in message
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda rank: {"a.b": torch.tensor(rank), "a": {"b": torch.zeros(1)}},
+            "a.b (int64",
+        ),
+        (lambda rank: {"a": {"b": torch.zeros(1)}, "a.b": rank}, "a.b #2 is 0 on rank 0; 1 on"),
+        (lambda rank: {"kept": {5, 6 + rank}}, "kept[1] is 6 on rank 0; 7 on rank 1"),
+        (lambda rank: {"loss": np.float32(rank)}, "loss is "),
+    ],
+    ids=["name of another", "name of an earlier one", "set", "numpy"],
+)
+def test_nothing_is_hidden_by_its_name_or_type(make: Callable[[int], Any], told: str) -> None:
+    assert f"The first: {told}" in message_on_all(make)
 
 
 def test_long_values_that_begin_alike_differ() -> None:
