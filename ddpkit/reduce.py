@@ -22,7 +22,12 @@ import torch
 import torch.distributed as dist
 
 from ddpkit.errors import ConfigError, GroupError
-from ddpkit.group import backend_device_types, communication_device, require_group
+from ddpkit.group import (
+    backend_device_types,
+    communication_device,
+    get_world_size,
+    require_group,
+)
 from ddpkit.nested import leaves, map_leaves, with_leaves
 
 if TYPE_CHECKING:
@@ -124,6 +129,8 @@ def reduce_mean(value: Any, weight: float | torch.Tensor = 1.0) -> Any:
 
 def _weighted(value: Any, weight: float | torch.Tensor) -> tuple[Any, float]:
     factor = _checked_weight(weight)
+    if get_world_size() == 1:
+        factor = float(factor > 0)  # any other would only round, or overflow
     scaled = (_scaled(path, leaf, factor) for path, leaf in leaves(value, "value"))
     return with_leaves(value, scaled), factor
 

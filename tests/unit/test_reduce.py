@@ -102,6 +102,12 @@ def test_mean_of_one_rank() -> None:
     assert reduce_mean((1j, torch.tensor([2.0])), torch.tensor(4)) == (1j, torch.tensor([2.0]))
 
 
+@pytest.mark.parametrize(("value", "weight"), [(0.1, 3), (1e308, 64), (1e-320, 0.001)])
+def test_the_mean_of_one_rank_is_the_value_itself(value: float, weight: float) -> None:
+    assert reduce_mean(value, weight) == value
+    assert reduce_mean(torch.tensor(value, dtype=torch.float64), weight).item() == value
+
+
 def test_mean_of_integer_tensors_has_the_default_floating_type() -> None:
     assert reduce_mean(torch.tensor([1, 2])).dtype == torch.get_default_dtype()
 
