@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import copyreg
 import dataclasses
+import importlib
 import io
 import os
 import sys
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, cast
 
 import cloudpickle
@@ -37,6 +38,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle h
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
             return _reduce_code(obj)
+        if _is_special_module(obj):
+            return importlib.import_module, (obj.__name__,)
         if _memory_is_shared and isinstance(obj, type) and _goes_by_value(obj):
             return _reduce_shared_class(obj)
         if isinstance(obj, BaseException):
@@ -190,6 +193,18 @@ def _is_ddp(obj: object) -> bool:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _is_special_module(obj: object) -> bool:
+    """Tell an imported module of a class of its own, such as `torch.backends.cudnn`.
+
+    cloudpickle knows plain modules alone, and finds this one behind every function that names it.
+    """
+    return (
+        isinstance(obj, ModuleType)
+        and type(obj) is not ModuleType
+        and sys.modules.get(obj.__name__) is obj
+    )
 
 
 def _reduce_code(code: CodeType) -> Any:

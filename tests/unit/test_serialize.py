@@ -55,6 +55,14 @@ def test_a_lambda_in_a_container() -> None:
     assert send({"transform": lambda x: 2 * x})["transform"](4) == 8
 
 
+def test_a_function_that_names_a_module_of_a_class_of_its_own() -> None:
+    def precision() -> bool:
+        return torch.backends.cudnn.allow_tf32
+
+    assert type(torch.backends.cudnn) is not ModuleType
+    assert send(precision)() is torch.backends.cudnn.allow_tf32
+
+
 def test_a_recursive_closure() -> None:
     def factorial(n: int) -> int:
         return 1 if n == 0 else n * factorial(n - 1)
