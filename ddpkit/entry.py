@@ -168,7 +168,9 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
 
     Inside a rank the function simply runs. Under torchrun, or with hand-set variables, the call
     opens the process group and runs the function in this process. Otherwise it starts ranks on
-    this machine; with one rank the function runs in the calling process.
+    this machine; with one rank the function runs in the calling process. What the program has
+    changed in an imported module (`config.LR = 0.5`) holds in forked ranks alone, so pass it as an
+    argument; the random state and the settings of torch hold under every start method.
 
     While ranks run, Ctrl-C, SIGTERM and SIGHUP stop them first (SIGTERM, `shutdown_grace`, SIGKILL;
     a second signal ends the grace) and then do what they would have done: Ctrl-C raises one

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import inspect
 import os
-import random
 import sys
 import threading
 import warnings
@@ -21,6 +20,7 @@ import cloudpickle
 import torch
 
 from ddpkit.errors import ConfigError
+from ddpkit.launch.inherited import Inherited
 from ddpkit.serialize import check_sendable, dump_value, load_value
 
 _registering = threading.Lock()
@@ -87,27 +87,6 @@ class _Reference:
         return _registry[(self.module, self.qualname)]
 
 
-@dataclass(frozen=True)
-class _SeedState:
-    """State of the global random generators, so that a fresh process draws what a fork would."""
-
-    torch_state: torch.Tensor
-    python_state: tuple[Any, ...]
-    numpy_state: Any
-
-    @classmethod
-    def capture(cls) -> _SeedState:
-        numpy_random: Any = sys.modules.get("numpy.random")
-        numpy_state = None if numpy_random is None else numpy_random.get_state()
-        return cls(torch.get_rng_state(), random.getstate(), numpy_state)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.python_state)
-        if self.numpy_state is not None:
-            importlib.import_module("numpy.random").set_state(self.numpy_state)
-
-
 def register(function: Callable[..., Any]) -> None:
     """Remember a decorated function: its name may stand for the decorator's object later."""
     name = getattr(function, "__qualname__", None)  # a functools.partial has none
@@ -116,7 +95,7 @@ def register(function: Callable[..., Any]) -> None:
 
 
 def encode(job: Job) -> bytes:
-    """Turn function, arguments and random state into bytes for a process that shares no memory.
+    """Turn a call and global state into bytes for a process that shares no memory with this one.
 
     Raises:
         ConfigError: Something cannot be sent; its path and type are named.
@@ -125,7 +104,7 @@ def encode(job: Job) -> bytes:
     try:
         with _unimportable_by_value(job.function):
             call = (reference or job.function, job.args, dict(job.kwargs))
-            return dump_value((call, _SeedState.capture()))
+            return dump_value((Inherited.capture(), dump_value(call)))
     except Exception as error:
         check_sendable({_function_name(job.function): _FunctionParts.of(job.function)})
         raise ConfigError(
@@ -135,11 +114,13 @@ def encode(job: Job) -> bytes:
 
 
 def decode(data: bytes) -> Callable[[], Any]:
-    """Rebuild the call that `encode` wrote, and set the random state of this process."""
-    (function, args, kwargs), seeds = load_value(data)
-    seeds.restore()
+    """Rebuild the call that `encode` wrote, and set the global state of this process."""
+    inherited, call = load_value(data)
+    inherited.restore()  # for what modules make when they are imported
+    function, args, kwargs = load_value(call)
     if isinstance(function, _Reference):
         function = function.resolve()
+    inherited.restore()  # and as if nothing had been imported here, which may draw numbers
     return lambda: function(*args, **kwargs)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ddpkit import distributed, get_device, get_rank, get_world_size
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError, WorkerError
 from ddpkit.launch import start, supervisor, worker
+from ddpkit.launch.inherited import Inherited
 from ddpkit.testing import run_ranks
 from ddpkit.threads import usable_cores
 from tests.forking import FORK, needs_fork
@@ -242,6 +243,39 @@ def test_the_ranks_draw_from_the_state_of_the_caller(method: str) -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert results == [draw()] * 2
+
+
+@pytest.fixture
+def _other_settings_of_torch() -> Iterator[None]:
+    inherited = Inherited.capture()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_grad_enabled(False)
+    yield
+    torch.set_default_device(None)
+    inherited.restore()
+
+
+@pytest.mark.usefixtures("_other_settings_of_torch")
+@pytest.mark.parametrize("method", [FORK, "forkserver"])
+def test_the_ranks_have_the_settings_of_torch_of_the_caller(method: str) -> None:
+    def settings() -> Any:
+        cudnn = torch.backends.cudnn
+        return (
+            *(torch.ones(1).dtype, torch.ones(1).device.type, torch.is_grad_enabled()),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+            *(cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        )
+
+    expected = (torch.float64, "meta", False, True, True, "high", True, True, False)
+    found = run_ranks(settings, start_method=method, init_group=False)
+    assert found == [expected] * 2
 
 
 @pytest.mark.parametrize("method", [FORK, "forkserver"])

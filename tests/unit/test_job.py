@@ -11,6 +11,7 @@ import torch
 
 from ddpkit import distributed
 from ddpkit.errors import ConfigError
+from ddpkit.launch import inherited
 from ddpkit.launch import job as jobs
 from ddpkit.launch.job import Job, decode, encode, register
 
@@ -69,6 +70,47 @@ def test_a_fresh_process_draws_what_a_fork_would() -> None:
     assert decode(data)() == expected
     torch.set_rng_state(states[0])
     random.setstate(states[1])
+
+
+def test_a_module_that_the_call_imports_changes_neither_random_state_nor_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sets_and_draws.py").write_text(
+        "import torch\nONE = torch.ones(1)\ntorch.set_default_dtype(torch.float32)\n"
+        "torch.manual_seed(0)\ndef draw(): return torch.rand(1), ONE\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    import sets_and_draws  # type: ignore[import-not-found]
+
+    torch.set_rng_state(state)
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = encode(Job(sets_and_draws.draw))
+        expected = torch.rand(1)
+        torch.set_default_dtype(dtype)
+        monkeypatch.delitem(sys.modules, "sets_and_draws")
+        drawn, one = decode(data)()
+    finally:
+        torch.set_rng_state(state)
+        torch.set_default_dtype(dtype)
+    assert torch.equal(drawn, expected)
+    assert (drawn.dtype, one.dtype) == (torch.float64, torch.float64)
+
+
+def test_settings_that_mix_old_and_new_names_of_torch_travel_too() -> None:
+    flags = {"b": 1}
+
+    def refuse() -> None:
+        raise RuntimeError("a mix of the legacy and new names")
+
+    settings = {"a": (refuse, refuse), "b": (lambda: flags["b"], lambda b: flags.update(b=b))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inherited, "_SETTINGS", settings)
+        captured = inherited.Inherited.capture()
+        flags["b"] = 2
+        captured.restore()
+    assert (captured.settings, flags) == ({"b": 1}, {"b": 1})
 
 
 # --------------------------------------------------------------------------- by name or by value
