@@ -77,6 +77,7 @@ class _Opened:
     world: World
     channel: Channel | None
     watch: PeerWatch | None = None
+    pid: int = field(default_factory=os.getpid)
 
 
 @dataclass
@@ -356,10 +357,12 @@ def process_group(
             yield world
             pending.finish()
         except BaseException as error:
-            _close_after_error(opened, error)
+            if _is_open_here(opened):
+                _close_after_error(opened, error)
             raise
         else:
-            _close(opened)
+            if _is_open_here(opened):
+                _close(opened)
 
 
 def to_seconds(given: float | timedelta | None, *, name: str = "timeout") -> float | None:
@@ -461,6 +464,7 @@ def _open(world: World, timeout: float) -> _Opened:
         *(world.rank, world.world_size, describe(world), world.device, world.backend),
     )
     _state.opened = opened
+    _close_at_exit()
     return opened
 
 
@@ -507,6 +511,31 @@ def _close(opened: _Opened) -> None:
                 _await_farewells(channel)
     finally:
         _forget(opened)
+
+
+def _is_open_here(opened: _Opened) -> bool:
+    """Tell whether a group is still to be closed, and by this process: a fork of it has none."""
+    return _state.opened is opened and opened.pid == os.getpid()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(_close_what_was_not_left)
+
+
+def _close_what_was_not_left() -> None:
+    """Close a group whose block is left only when the interpreter clears away what holds it.
+
+    Threads cannot be started any more by then, and closing would wait for one for ever.
+    """
+    opened, error = _state.opened, getattr(sys, "last_value", None)
+    if opened is None or not _is_open_here(opened):
+        return
+    if error is not None:
+        _close_after_error(opened, error)
+        return
+    with contextlib.suppress(GroupError, RuntimeError):  # nobody is there any more to be told
+        _close(opened)
 
 
 def _destroy_group() -> None:

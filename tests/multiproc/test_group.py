@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -347,3 +349,42 @@ def test_the_rank_that_serves_the_store_stays_until_the_others_know_why_it_goes(
     assert told[0] == "ValueError the cause"
     assert told[1].startswith("PeerError")
     assert "the cause" in told[1]
+
+
+# ---------------------------------------------------------------------- blocks that are never left
+
+UNFINISHED = """
+import contextlib, os, sys
+from ddpkit import process_group
+
+def losses():
+    with process_group(device="cpu", timeout=20):
+        yield from range(10)
+
+def enter():
+    if sys.argv[1] == "stack":
+        kept = contextlib.ExitStack()
+        kept.enter_context(process_group(device="cpu"))
+    else:
+        kept = losses()
+        next(kept)
+    return kept
+
+kept = enter()
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if sys.argv[1] == "error":
+    raise KeyError("the cause")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("stack", 0), ("generator", 0), ("fork", 0), ("error", 1)]
+)
+def test_a_program_ends_that_has_not_left_its_block(kind: str, status: int) -> None:
+    command = [sys.executable, "-W", "error", "-c", UNFINISHED, kind]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert finished.returncode == status, finished.stderr
+    assert ("the cause" in finished.stderr) if status else (finished.stderr == "")
