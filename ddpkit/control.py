@@ -79,6 +79,8 @@ class Departure:
     """Exception type and message."""
     traceback: str = ""
     """Formatted traceback."""
+    ended: bool = False
+    """Whether its process has ended as well, or says that it is about to."""
 
 
 def this_member() -> Member:
@@ -431,7 +433,10 @@ class Channel:
                 self._departures[number] = load_value(payload)
         first: dict[int, Departure] = {}  # several may have seen the same one end
         for number in sorted(self._departures):
-            first.setdefault(self._departures[number].rank, self._departures[number])
+            departure = self._departures[number]
+            before = first.setdefault(departure.rank, departure)
+            # One that has left by an exception may end later, or not at all.
+            first[departure.rank] = replace(before, ended=before.ended or departure.ended)
         return list(first.values())
 
     def _beat(self) -> None:
@@ -503,10 +508,32 @@ class Channel:
         the next one, and tells all what it finds. So hundreds of ranks send hundreds of messages,
         and not the square of that.
         """
-        members = {rank: self._member(rank) for rank in self._looked_after()}
-        lost = [rank for rank, member in members.items() if member and self._is_lost(rank, member)]
+        lost = self._lost()
         self._check_departures(lambda: False, list)  # one that failed tells the reason
         self._check_alive(lambda: False, lost)
+
+    def check_ends(self) -> None:
+        """Raise `PeerError` if another rank's process has ended, or says so, not in order.
+
+        As `check_processes`; but a rank that has left by an exception which its program caught has
+        not ended, and nobody has to end for it.
+        """
+        self._check_alive(lambda: False, self._lost())
+        for departure in self.departures():
+            if departure.failed and (departure.ended or self._has_ended_since(departure)):
+                raise self._failure(departure)
+
+    def _has_ended_since(self, departure: Departure) -> bool:
+        member = self._member(departure.rank)
+        if member is None or not is_gone(member):
+            return False
+        with contextlib.suppress(GroupError):  # the store may have gone with it
+            self.leave(replace(departure, ended=True))  # for those on other machines
+        return True
+
+    def _lost(self) -> list[int]:
+        members = {rank: self._member(rank) for rank in self._looked_after()}
+        return [rank for rank, member in members.items() if member and self._is_lost(rank, member)]
 
     def _looked_after(self) -> set[int]:
         if self._neighbours is None and self.everyone_joined():
@@ -561,18 +588,21 @@ class Channel:
             if is_own or ready():
                 continue
             if departure.failed:
-                raise PeerError(
-                    f"[rank {self.rank}/{self.world_size}] Rank {departure.rank} on "
-                    f"{departure.host} failed while this rank waited for it: {departure.summary}",
-                    rank=departure.rank,
-                    traceback=departure.traceback,
-                )
+                raise self._failure(departure)
             if departure.rank in awaited():
                 raise GroupError(
                     f"[rank {self.rank}/{self.world_size}] This rank waits for rank "
                     f"{departure.rank}, which has already left the group. All ranks must make the "
                     "same calls; check conditions that differ between ranks."
                 )
+
+    def _failure(self, departure: Departure) -> PeerError:
+        return PeerError(
+            f"[rank {self.rank}/{self.world_size}] Rank {departure.rank} on "
+            f"{departure.host} failed while this rank waited for it: {departure.summary}",
+            rank=departure.rank,
+            traceback=departure.traceback,
+        )
 
     def _check_alive(self, ready: Callable[[], bool], awaited: Sequence[int]) -> None:
         for rank in awaited:
@@ -583,7 +613,7 @@ class Channel:
             found = _describe_lost(rank, member)
             with contextlib.suppress(GroupError):  # the store may have gone with it
                 if not self.has_withdrawn(rank):  # for those who do not look after it
-                    self.leave(Departure(rank, member.host, failed=True, summary=found))
+                    self.leave(Departure(rank, member.host, True, found, ended=True))
             raise PeerError(f"[rank {self.rank}/{self.world_size}] {found}", rank=rank)
 
     def _has_left(self, rank: int) -> bool:

@@ -78,12 +78,14 @@ class _Opened:
     channel: Channel | None
     watch: PeerWatch | None = None
     pid: int = field(default_factory=os.getpid)
+    last_words: Departure | None = None
 
 
 @dataclass
 class _ProcessState:
     opened: _Opened | None = None
     adopted: tuple[Any, Channel] | None = None
+    left_by_error: _Opened | None = None
     secret: bytes | None = None
     generations: int = 0
     servers: dict[tuple[str, int], TCPStore] = field(default_factory=dict)
@@ -358,7 +360,7 @@ def process_group(
             pending.finish()
         except BaseException as error:
             if _is_open_here(opened):
-                _close_after_error(opened, error)
+                _close(opened) if _is_in_order(error) else _close_after_error(opened, error)
             raise
         else:
             if _is_open_here(opened):
@@ -429,6 +431,7 @@ def _restored_process_settings() -> Iterator[None]:
 
 
 def _open(world: World, timeout: float) -> _Opened:
+    _drop_left_by_error()
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index or 0)
     meeting = meet(
@@ -513,6 +516,16 @@ def _close(opened: _Opened) -> None:
         _forget(opened)
 
 
+def _is_in_order(error: BaseException) -> bool:
+    """Tell whether it is no failure by which a block is left: an exit with 0, or a generator's end.
+
+    The other ranks may be at work for a while yet, as after the end of a block.
+    """
+    if isinstance(error, SystemExit):
+        return error.code in (None, 0)
+    return isinstance(error, GeneratorExit)
+
+
 def _is_open_here(opened: _Opened) -> bool:
     """Tell whether a group is still to be closed, and by this process: a fork of it has none."""
     return _state.opened is opened and opened.pid == os.getpid()
@@ -532,7 +545,7 @@ def _close_what_was_not_left() -> None:
     if opened is None or not _is_open_here(opened):
         return
     if error is not None:
-        _close_after_error(opened, error)
+        _close_after_error(opened, error, ends=True)
         return
     with contextlib.suppress(GroupError, RuntimeError):  # nobody is there any more to be told
         _close(opened)
@@ -585,8 +598,14 @@ def _await_farewells(channel: Channel) -> None:
         )
 
 
-def _close_after_error(opened: _Opened, error: BaseException) -> None:
-    """Tell the others, then leave without waiting for anybody."""
+def _close_after_error(opened: _Opened, error: BaseException, *, ends: bool = False) -> None:
+    """Tell the others, then leave without waiting for anybody.
+
+    Args:
+        opened: What is open.
+        error: By which the block is left.
+        ends: Whether it is known that this process ends of it.
+    """
     world, channel = opened.world, opened.channel
     _stop_watching(opened)
 
@@ -595,21 +614,18 @@ def _close_after_error(opened: _Opened, error: BaseException) -> None:
             if _may_come_of_an_end(error):
                 _tell_who_has_ended(channel, world, error)
             record = record_exception(error)
-            last_words = Departure(
-                world.rank, socket.gethostname(), True, record.summary, record.traceback
+            opened.last_words = Departure(
+                world.rank, socket.gethostname(), True, record.summary, record.traceback, ends
             )
             with contextlib.suppress(GroupError):  # the store has gone, and whom would it concern
-                channel.leave(last_words)
+                channel.leave(opened.last_words)
         if group_is_open():
             _destroy_group()
         if channel is not None and must_serve(world):
             serve_until(lambda: len(channel.departures()) == world.world_size)
 
     # Both steps can block: the store's process may be stopped, NCCL may wait for queued work.
-    closer = threading.Thread(target=_quietly, args=(close,), name="ddpkit-close", daemon=True)
-    closer.start()
-    closer.join(timeout=_ERROR_PATH_BOUND)
-    if closer.is_alive():
+    if not _within_bound(close, _ERROR_PATH_BOUND):
         _logger.warning("the process group could not be closed in %.1f s", _ERROR_PATH_BOUND)
     _forget(opened)
 
@@ -650,6 +666,14 @@ def _stop_watching(opened: _Opened) -> None:
         opened.watch.stop()
 
 
+def _within_bound(function: Callable[[], None], bound: float) -> bool:
+    """Run a function in a thread of its own; tell whether it has ended within so many seconds."""
+    thread = threading.Thread(target=_quietly, args=(function,), name="ddpkit-close", daemon=True)
+    thread.start()
+    thread.join(timeout=bound)
+    return not thread.is_alive()
+
+
 def _quietly(function: Callable[[], None]) -> None:
     try:
         function()
@@ -659,8 +683,38 @@ def _quietly(function: Callable[[], None]) -> None:
 
 def _forget(opened: _Opened) -> None:
     _state.opened = None
-    if opened.channel is not None:
+    if opened.channel is None:
+        return
+    if opened.last_words is None or opened.last_words.ended or has_watcher(opened.world):
         opened.channel.close()
+        return
+    # Whether the exception is caught is not known yet. Those on other machines, where nobody
+    # watches the ranks, have to hear it from this one if it is not.
+    _state.left_by_error = opened
+    _tell_at_exit()
+
+
+@functools.cache
+def _tell_at_exit() -> None:
+    atexit.register(_tell_that_it_ends)
+
+
+def _tell_that_it_ends() -> None:
+    """Tell the others that this process, which has left the group by an exception, ends now."""
+    left = _state.left_by_error
+    if left is None or left.pid != os.getpid():
+        return
+    channel, last_words = left.channel, left.last_words
+    assert channel is not None
+    assert last_words is not None
+    _within_bound(lambda: channel.leave(replace(last_words, ended=True)), _OBITUARY_BOUND)
+    _drop_left_by_error()
+
+
+def _drop_left_by_error() -> None:
+    left, _state.left_by_error = _state.left_by_error, None
+    if left is not None and left.channel is not None and left.pid == os.getpid():
+        left.channel.close()
 
 
 # ----------------------------------------------------------------------------- for collectives

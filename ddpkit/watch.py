@@ -45,15 +45,17 @@ def end_process(text: str) -> None:
 _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note_that_it_came_back)
 
 
-def check_peers(channel: Channel) -> None:
+def check_peers(channel: Channel, *, only_ends: bool = False) -> None:
     """Raise `PeerError` if a rank has ended that has not left in order, as far as is seen here.
 
     Args:
         channel: The side channel of a world whose rank 0 serves the store.
+        only_ends: Whether a rank does not count that has left by an exception and whose process
+            runs on.
     """
     try:
         channel.absent([_SERVER])  # reads who that is, for when its store does not answer
-        channel.check_processes()
+        channel.check_ends() if only_ends else channel.check_processes()
     except GroupError:
         # A store that is silent says nothing of the ranks, one that is gone does: of rank 0.
         channel.check_server(_SERVER)
@@ -82,7 +84,7 @@ class PeerWatch:
     def _run(self) -> None:
         while True:
             try:
-                check_peers(self._channel)
+                check_peers(self._channel, only_ends=True)
             except PeerError as error:
                 if self._is_stuck():
                     end_process(f"{error}\nThis rank is ended, for it is stuck in this call:")

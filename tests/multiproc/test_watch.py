@@ -1,8 +1,10 @@
 """Ranks that nobody watches: one is gone, and another is stuck in a call without an end."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpkit import barrier, group, process_group, watch
+from ddpkit import barrier, control, group, process_group, watch
 from ddpkit.errors import PeerError, WorkerError
 from ddpkit.launch.output import write_to_descriptors
 from ddpkit.testing import run_ranks
@@ -124,6 +126,63 @@ def test_a_rank_that_is_stuck_for_a_while_beside_healthy_ones_goes_on(tmp_path: 
     assert (tmp_path / "went on").exists()
 
 
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_in_a_long_call_goes_on_when_a_peer_has_left_by_an_exception_that_it_caught(
+    leaving: int, tmp_path: Path
+) -> None:
+    went_on = tmp_path / "went on"
+
+    def rank() -> None:
+        with contextlib.suppress(KeyError), process_group(timeout=20):
+            barrier()
+            if os.environ["RANK"] == str(leaving):
+                raise KeyError("batch")
+            block_in_c(2)
+        if os.environ["RANK"] != str(leaving):
+            went_on.touch()
+        while not went_on.exists():
+            time.sleep(0.01)
+
+    run_ranks(with_hand_set_variables(rank), init_group=False)
+    assert went_on.exists()
+
+
+def test_a_rank_in_a_long_call_goes_on_when_a_peer_has_exited_with_0(tmp_path: Path) -> None:
+    def survive() -> None:
+        block_in_c(2)
+        (tmp_path / "went on").touch()
+        os._exit(7)
+
+    start(survive, lambda: sys.exit(0), tmp_path, dying=1)
+    assert (tmp_path / "went on").exists()
+
+
+@needs_fork
+def test_a_rank_on_another_machine_is_told_by_one_that_failed_when_its_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "this_machine", lambda: f"machine {os.environ.get('RANK')}")
+    errors = tmp_path / "stderr-0"
+
+    def rank() -> None:
+        os.dup2(os.open(tmp_path / f"stderr-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+        with contextlib.suppress(KeyError), process_group(timeout=20):
+            barrier()
+            if os.environ["RANK"] == "1":
+                raise KeyError("the cause")
+            block_in_c(600)
+        time.sleep(1.5)
+        assert errors.read_text() == ""  # so far it might go on
+        group._tell_that_it_ends()  # called when the interpreter ends, which that of a rank skips
+        while "in block_in_c" not in errors.read_text():
+            time.sleep(0.01)
+        time.sleep(60)  # until the parent has seen the other one's end
+
+    with pytest.raises(WorkerError, match=r"rank 0/2\] ended with exit code 1 "):
+        run_ranks(with_hand_set_variables(rank), init_group=False, time_limit=30)
+    assert "KeyError: 'the cause'" in errors.read_text()
+
+
 # ------------------------------------------------------------------- rank 0, which serves the store
 
 
@@ -149,7 +208,7 @@ def test_a_rank_that_is_stuck_when_rank_0_has_failed_is_told_why(tmp_path: Path)
     def fail() -> None:
         raise KeyError("the cause")
 
-    start(lambda: block_in_c(600), fail, tmp_path, dying=0)  # it serves on until rank 1 has ended
+    start(lambda: block_in_c(600), fail, tmp_path, KeyError, dying=0)
     text = (tmp_path / "stderr-1").read_text()
     assert "Rank 0 " in text
     assert "KeyError: 'the cause'" in text

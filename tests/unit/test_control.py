@@ -581,6 +581,45 @@ def test_a_rank_that_left_in_order_and_is_not_awaited_does_not_matter(
     assert not wait(first, [1], timeout=0.2)
 
 
+def test_a_rank_that_left_by_an_exception_has_ended_only_when_it_says_so(
+    make_channel: MakeChannel,
+) -> None:
+    first, second = make_channel(0), make_channel(1)
+    departure = Departure(1, "node1", True, "KeyError: 'x'")
+    second.leave(departure)
+    first.check_ends()
+    with pytest.raises(PeerError, match="KeyError: 'x'"):
+        first.check_processes()
+    second.leave(dataclasses.replace(departure, ended=True))
+    with pytest.raises(PeerError, match="KeyError: 'x'"):
+        first.check_ends()
+
+
+def test_a_rank_that_left_by_an_exception_and_whose_process_is_gone_has_ended(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (make_channel(rank, 3) for rank in range(3))
+    second.leave(Departure(1, "node1", True, "KeyError: 'x'"))
+    third.leave(Departure(2, "node1", False))
+    monkeypatch.setattr(control, "is_gone", lambda member: True)
+    with pytest.raises(PeerError, match="KeyError: 'x'"):
+        first.check_ends()
+    monkeypatch.setattr(control, "is_gone", lambda member: False)
+    with pytest.raises(PeerError, match="KeyError: 'x'"):
+        third.check_ends()  # which would not see it by itself from another machine
+
+
+def test_a_rank_that_ended_without_a_word_has_ended(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_channel(0), make_channel(1)
+    monkeypatch.setattr(control, "is_gone", lambda member: True)
+    with pytest.raises(PeerError, match=r"Rank 1 .* has ended without a word"):
+        first.check_ends()
+    monkeypatch.setattr(control, "is_gone", lambda member: False)
+    assert [departure.ended for departure in second.departures()] == [True]
+
+
 def test_an_answer_before_the_departure_counts(make_channel: MakeChannel) -> None:
     first, second = make_channel(0), make_channel(1)
     asked = 0
