@@ -232,6 +232,7 @@ class Channel:
         self._departures: dict[int, Departure] = {}
         self._neighbours: list[int] | None = None
         self._cut_off = False
+        self._has_gone = ""  # why no further call is made, each of which would print C++ frames
         self._links_have_broken: Callable[[], bool] = lambda: False
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._beat_count = 0
@@ -348,17 +349,21 @@ class Channel:
                 f"A helper process of rank {self.rank} (a data worker?) called a function that "
                 "only the rank itself may call."
             )
+        if self._has_gone:
+            raise GroupError(self._has_gone)
         try:
             return self._thread.call(function)
         except GroupError:
             raise
         except RuntimeError as error:  # what torch's stores raise when the connection is lost
-            self._cut_off = isinstance(error, DistNetworkError)
-            raise GroupError(
+            text = (
                 f"[rank {self.rank}/{self.world_size}] The store that the ranks talk through has "
                 f"gone: {str(error).splitlines()[0]}. The process that served it (the launcher, or "
                 "rank 0) has ended."
-            ) from error
+            )
+            self._cut_off = isinstance(error, DistNetworkError)
+            self._has_gone = text if self._cut_off else ""
+            raise GroupError(text) from error
 
     # ------------------------------------------------------------------ members and departures
 
@@ -545,6 +550,34 @@ class Channel:
     def _ranks_of_this_machine(self) -> list[int]:
         text = self._call(lambda store: store.get(_machine_key())).decode(errors="replace")
         return [int(word) for word in text.split() if word.isdigit()]
+
+    def await_departures(
+        self, *, notice_after: float, notice: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Wait until every other rank has left, or has ended; no longer than `bound`.
+
+        Args:
+            notice_after: Seconds after which `notice` is called, once.
+            notice: Tells a person whom this rank waits for.
+        """
+        started = checked = time.monotonic()
+        remaining = set(range(self.world_size)) - {self.rank}
+        told = False
+        while remaining := remaining - {departure.rank for departure in self.departures()}:
+            now = time.monotonic()
+            if now - started > self.bound:
+                return
+            if now - checked > _LIVENESS_EVERY:
+                remaining = {rank for rank in remaining if not self._is_missing(rank)}
+                checked = time.monotonic()
+            if now - started > notice_after and not told:
+                told = True
+                notice(sorted(remaining))
+            time.sleep(_longest_pause(now - started, self.world_size))
+
+    def _is_missing(self, rank: int) -> bool:
+        member = self._member(rank)
+        return member is None or self._is_lost(rank, member)
 
     def check_server(self, rank: int) -> None:
         """Raise `PeerError` if the rank that served the store has certainly ended, not in order.

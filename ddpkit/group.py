@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -40,12 +40,13 @@ from ddpkit.rendezvous import (
 from ddpkit.serialize import record_exception
 from ddpkit.topology import Topology, describe, read_topology
 from ddpkit.watch import PeerWatch, check_peers
+from ddpkit.wording import name_ranks
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
 _ERROR_PATH_BOUND = 1.5
 _OBITUARY_BOUND = 0.3
-_FAREWELL_BOUND = 30.0
+_NOTICE_AFTER = 5.0
 _READERS_BOUND = 5.0
 _OPENED = "opened"
 _CLOSES_WITH_LOCK = TorchVersion(torch.__version__) < "2.14"
@@ -571,31 +572,23 @@ def _await_all_open(channel: Channel) -> None:
         channel.wait(
             lambda: channel.add(_OPENED, 0) >= channel.world_size,
             lambda: others,
-            timeout=_FAREWELL_BOUND,
-            notice_after=_FAREWELL_BOUND,
+            timeout=channel.bound,
+            notice_after=channel.bound,
             notice=lambda ranks: None,
         )
 
 
 def _await_farewells(channel: Channel) -> None:
     """Serve until the others have left too, for this process may be about to end."""
-    others = range(1, channel.world_size)
-    remaining: list[int] = list(others)
 
-    def everyone_has_left() -> bool:
-        nonlocal remaining
-        gone = {departure.rank for departure in channel.departures()}
-        remaining = [rank for rank in others if rank not in gone]
-        return not remaining
-
-    with contextlib.suppress(GroupError, RuntimeError):  # one that died needs no store any more
-        channel.wait(
-            everyone_has_left,
-            lambda: remaining,
-            timeout=_FAREWELL_BOUND,
-            notice_after=_FAREWELL_BOUND,
-            notice=lambda ranks: None,
+    def notice(ranks: Sequence[int]) -> None:
+        _logger.warning(
+            "[rank %d/%d] waiting for %s to leave, as this rank serves the store (at most %.0f s)",
+            *(channel.rank, channel.world_size, name_ranks(ranks), channel.bound),
         )
+
+    with contextlib.suppress(GroupError):  # a server that does not answer is none
+        channel.await_departures(notice_after=_NOTICE_AFTER, notice=notice)
 
 
 def _close_after_error(opened: _Opened, error: BaseException, *, ends: bool = False) -> None:

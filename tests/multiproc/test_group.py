@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -110,6 +111,29 @@ def test_rank_0_keeps_its_store_until_the_others_have_left(launcher: str) -> Non
         return 2
 
     assert start(function, launcher=launcher) == [1, 2]
+
+
+@pytest.mark.drill
+def test_rank_0_keeps_its_store_as_long_as_the_time_limit() -> None:
+    def function() -> float:
+        started = time.monotonic()
+        with process_group(timeout=300, device="cpu"):
+            barrier()
+            time.sleep(35 * get_rank())
+        return time.monotonic() - started
+
+    assert min(start(function, launcher="environment")) >= 35
+
+
+def test_rank_0_keeps_its_store_no_longer_than_the_time_limit() -> None:
+    def function() -> float:
+        started = time.monotonic()
+        with contextlib.suppress(GroupError), process_group(timeout=2, device="cpu"):
+            barrier()
+            time.sleep(5 * get_rank())
+        return time.monotonic() - started
+
+    assert 2 <= start(function, launcher="environment")[0] < 5
 
 
 def test_the_time_limit_holds_for_collectives() -> None:

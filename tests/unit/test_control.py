@@ -545,6 +545,20 @@ def test_a_server_elsewhere_has_ended_if_its_connection_was_closed(
         channel.check_server(1)
 
 
+def test_a_store_that_is_gone_is_not_asked_again(channel: Channel) -> None:
+    asked = 0
+
+    def ask(store: Store) -> None:
+        nonlocal asked
+        asked += 1
+        raise DistNetworkError("broken")
+
+    for _ in range(3):
+        with pytest.raises(GroupError, match="has gone: broken"):
+            channel._call(ask)
+    assert asked == 1  # torch prints its C++ frames each time
+
+
 # -------------------------------------------------------------------------------- departures
 
 
@@ -618,6 +632,42 @@ def test_a_rank_that_ended_without_a_word_has_ended(
         first.check_ends()
     monkeypatch.setattr(control, "is_gone", lambda member: False)
     assert [departure.ended for departure in second.departures()] == [True]
+
+
+def await_departures(channel: Channel) -> tuple[float, list[Sequence[int]]]:
+    """Wait for all to leave; return how long it took, and the notices."""
+    notices: list[Sequence[int]] = []
+    started = time.monotonic()
+    channel.await_departures(notice_after=0.2, notice=notices.append)
+    return time.monotonic() - started, notices
+
+
+def test_others_are_awaited_until_they_have_left_in_whatever_way(
+    make_channel: MakeChannel,
+) -> None:
+    first, second, third = (make_channel(rank, 3, bound=20.0) for rank in range(3))
+    second.leave(Departure(1, "node1", True, "KeyError: 'x'"))
+    timer = threading.Timer(0.6, third.leave, [Departure(2, "node1", False)])
+    timer.start()
+    seconds, notices = await_departures(first)
+    timer.join()
+    assert 0.5 < seconds < 15
+    assert notices == [[2]]
+
+
+def test_others_that_never_leave_are_awaited_as_long_as_the_bound(
+    make_channel: MakeChannel,
+) -> None:
+    channel, _ = make_channel(0, bound=0.5), make_channel(1)
+    assert 0.5 < await_departures(channel)[0] < 15
+
+
+def test_others_that_have_ended_are_not_awaited(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, _ = make_channel(0, bound=60.0), make_channel(1)
+    monkeypatch.setattr(control, "is_gone", lambda member: True)
+    assert await_departures(channel)[0] < 15
 
 
 def test_an_answer_before_the_departure_counts(make_channel: MakeChannel) -> None:
