@@ -1,16 +1,17 @@
-"""Which attempt of a restarted launch a rank belongs to.
+"""Which attempt to open a group a rank belongs to.
 
+A store serves many attempts in a row, and what was written there for one of them stays. To count
+them tells nothing: a rank that comes late, where all try again until they meet, has made fewer; and
 torchrun's agents count the restarts that follow a failure which they have seen themselves, and none
-for a node that leaves or comes. So the counts of two nodes differ, although their ranks belong to
-one attempt, while the store stays from one attempt to the next, with all that was written there.
-Rank 0 therefore gives its attempt a name, and answers all ranks that ask for it.
+for a node that leaves or comes. Rank 0 therefore gives its attempt a name, and answers all ranks
+that ask for it.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch.distributed import Store
 
@@ -25,7 +26,7 @@ class AttemptNamer:
     A question that is as old as an earlier attempt is answered too, and nobody reads that.
 
     Args:
-        store: What the ranks of all attempts share, of those that open their n-th group.
+        store: What the ranks of all attempts share.
     """
 
     def __init__(self, store: Store) -> None:
@@ -43,18 +44,30 @@ class AttemptNamer:
 
 
 def ask_for_attempt(
-    store: Store, deadline: float, meanwhile: Callable[[], None] = lambda: None
+    store: Store,
+    deadline: float,
+    meanwhile: Callable[[], None] = lambda: None,
+    past: Collection[str] = (),
 ) -> str | None:
     """Ask rank 0 for the name of the attempt that it and this rank belong to.
 
     Args:
-        store: What the ranks of all attempts share, of those that open their n-th group.
+        store: What the ranks of all attempts share.
         deadline: When to give up, in the time of `time.monotonic`.
         meanwhile: Called again and again while there is no answer.
+        past: Names of attempts that are over for this rank, although rank 0 may not know it yet.
 
     Returns:
         The name; None if rank 0 has not answered in time.
     """
+    name = _ask(store, deadline, meanwhile)
+    while name in past:
+        time.sleep(_LONGEST_PAUSE)
+        name = _ask(store, deadline, meanwhile)
+    return name
+
+
+def _ask(store: Store, deadline: float, meanwhile: Callable[[], None]) -> str | None:
     question = secrets.token_hex(8)
     store.append(_QUESTIONS, f"{question} ")  # type: ignore[attr-defined]  # missing in torch's stub
     answer = _answer_key(question)

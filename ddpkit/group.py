@@ -88,7 +88,8 @@ class _ProcessState:
     adopted: tuple[Any, Channel] | None = None
     left_by_error: _Opened | None = None
     secret: bytes | None = None
-    generations: int = 0
+    adoptions: int = 0
+    past: set[str] = field(default_factory=set)
     servers: dict[tuple[str, int], TCPStore] = field(default_factory=dict)
 
 
@@ -437,10 +438,11 @@ def _open(world: World, timeout: float) -> _Opened:
         torch.accelerator.set_device_index(world.device.index or 0)
     meeting = meet(
         world,
-        label=_next_label(world),
+        label=f"ddpkit/{world.source}",
         secret=_secret(),
         timeout=timeout,
         servers=_state.servers,
+        past=_state.past,
     )
     opened = _Opened(world, meeting.channel)
     here = threading.current_thread() is threading.main_thread()
@@ -479,14 +481,6 @@ def _set_interface(world: World, meeting: Meeting) -> None:
     chosen = interface_for_gloo(world, meeting, os.environ.get(INTERFACE_VARIABLE))
     if chosen is not None:
         os.environ[INTERFACE_VARIABLE] = chosen
-
-
-def _next_label(world: World) -> str:
-    """Name a world: a store may serve several in a row."""
-    if world.source == "none":
-        return "ddpkit"  # nobody shares its store
-    _state.generations += 1
-    return f"ddpkit/{world.source}/{_state.generations}"
 
 
 def set_secret(secret: bytes) -> None:
@@ -763,8 +757,8 @@ def get_channel() -> Channel:
 def _adopt_channel() -> Channel:
     """Open a side channel beside a group that the user's own code has opened."""
     world = _adopted_world(None, _open_backend())
-    _state.generations += 1
-    label = f"ddpkit/adopted/{_state.generations}"
+    _state.adoptions += 1
+    label = f"ddpkit/adopted/{_state.adoptions}"
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way
     # A connection of its own where torch can make one (2.7 and newer), so that a wait inside torch
     # does not hold the channel up.

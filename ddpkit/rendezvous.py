@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, MutableSet, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -77,6 +77,7 @@ def meet(
     secret: bytes,
     timeout: float,
     servers: MutableMapping[tuple[str, int], TCPStore],
+    past: MutableSet[str],
 ) -> Meeting:
     """Wait until all ranks of a world have joined.
 
@@ -84,11 +85,12 @@ def meet(
 
     Args:
         place: The place of this rank.
-        label: Name of the world; a store may serve several in a row.
+        label: What the names of the worlds of these ranks begin with.
         secret: Key of the messages' signatures.
         timeout: Seconds for everything.
         servers: The stores that this process serves, by address; a new one is added to it. They
             have to be kept until exit, because torch cannot close one that a group has used.
+        past: Names of the worlds that this process has met in before; the new one is added to it.
 
     Returns:
         The store and the side channel of the world.
@@ -103,7 +105,8 @@ def meet(
     place, client = _reach_store(place, timeout, servers)
     assert place.master_addr is not None
     assert place.master_port is not None
-    label, answer = _find_attempt(place, client, label, deadline, timeout)
+    attempt, answer = _find_attempt(place, client, label, deadline, timeout, past)
+    label = f"{label}/{attempt}"
     if place.world_size == 1:
         return Meeting(PrefixStore(label, client))
     left = max(1.0, deadline - time.monotonic())
@@ -118,6 +121,7 @@ def meet(
     except BaseException:
         _withdraw(channel, place)
         raise
+    past.add(attempt)  # one that was not met in may be joined again
     return Meeting(PrefixStore(label, client), channel, by_loopback)
 
 
@@ -135,15 +139,21 @@ def _note_network(place: Topology, store: Store) -> str | None:
 
 
 def _find_attempt(
-    place: Topology, client: Store, label: str, deadline: float, timeout: float
+    place: Topology,
+    client: Store,
+    label: str,
+    deadline: float,
+    timeout: float,
+    past: Collection[str],
 ) -> tuple[str, Callable[[], None]]:
-    """Return the label of this attempt's world, and what answers the other ranks meanwhile."""
-    if place.source != "torchrun":
-        return label, lambda: None  # a store that serves one attempt alone
+    """Return the name of this attempt, and what answers the other ranks meanwhile."""
+    if place.source == "ddpkit":
+        # Its ranks begin together, over a store of their own: they count alike, and need not ask.
+        return str(len(past)), lambda: None
     shared = PrefixStore(label, client)
     if place.rank == 0:
         namer = AttemptNamer(shared)
-        return f"{label}/{namer.name}", namer.answer
+        return namer.name, namer.answer
     notice_at = time.monotonic() + _NOTICE_AFTER
 
     def notice() -> None:
@@ -152,10 +162,10 @@ def _find_attempt(
             notice_at = deadline + 1.0  # once is enough
             _logger.warning("%s", _waiting_for_server(place))
 
-    name = ask_for_attempt(shared, deadline, notice)
+    name = ask_for_attempt(shared, deadline, notice, past)
     if name is None:
         raise GroupError(_describe_missing(place, [0], [], timeout))
-    return f"{label}/{name}", lambda: None
+    return name, lambda: None
 
 
 def _withdraw(channel: Channel, place: Topology) -> None:

@@ -200,16 +200,31 @@ def test_a_missing_server_is_named_within_the_time() -> None:
 
 def test_a_rank_that_gave_up_is_missing_for_those_who_come_later_and_can_try_again() -> None:
     def function() -> tuple[str, int]:
-        if os.environ["RANK"] == "0":
-            time.sleep(1.0)
+        time.sleep(0 if get_rank() else 1.0)
         with pytest.raises(GroupError) as caught:
             process_group(timeout=0.3, device="cpu").__enter__()
+        time.sleep(2.0 if get_rank() else 0)
         with process_group(timeout=20, device="cpu"):
             return str(caught.value), add_up()
 
     for rank, (text, total) in enumerate(start(function)):
         assert f"rank {1 - rank} did not join" in text
         assert total == 1
+
+
+@each_launcher
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_try_again_and_again_meet_although_one_comes_late(
+    launcher: str, late: int
+) -> None:
+    def function() -> int:
+        time.sleep(2.5 if get_rank() == late else 0)
+        for _ in range(15):
+            with contextlib.suppress(GroupError, PeerError), process_group(timeout=1, device="cpu"):
+                return add_up()
+        raise AssertionError("they have not met")
+
+    assert start(function, launcher=launcher) == [1, 1]
 
 
 def test_different_secrets_are_refused() -> None:

@@ -54,6 +54,19 @@ def test_a_rank_does_not_take_the_answer_that_one_of_an_earlier_attempt_got(
     assert ask(store, second.answer) == second.name
 
 
+def test_a_rank_waits_for_an_attempt_that_is_not_over_for_it(store: HashStore) -> None:
+    first, second = AttemptNamer(store), AttemptNamer(store)
+    answered = 0
+
+    def answer() -> None:
+        nonlocal answered
+        answered += 1
+        (first if answered <= 2 else second).answer()
+
+    deadline = time.monotonic() + 10
+    assert ask_for_attempt(store, deadline, answer, {first.name}) == second.name
+
+
 def test_rank_0_that_nobody_has_asked_goes_on(store: HashStore) -> None:
     AttemptNamer(store).answer()
 
