@@ -390,6 +390,8 @@ def _run_under_launcher(job: Job, *, gather: bool = False) -> Any:
 
 
 def _gather_values(job: Job, value: Any) -> list[Any]:
+    if group_is_open():  # the function's own, of whatever backend
+        return exchange(value, name="run_all")
     with process_group("gloo", timeout=job.options.timeout, device="cpu"):
         return exchange(value, name="run_all")
 

@@ -414,9 +414,10 @@ def _open_backend() -> str:
 
 
 def _same_backend(requested: str, actual: str) -> bool:
-    return set(str(dist.BackendConfig(dist.Backend(requested))).split(",")) <= set(
-        actual.split(",")
-    )
+    requested, served = requested.lower(), actual.split(",")
+    if ":" in requested:
+        return set(requested.split(",")) <= set(served)
+    return any(item.endswith(f":{requested}") for item in served)
 
 
 @contextlib.contextmanager

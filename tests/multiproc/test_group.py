@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddpkit import (
     barrier,
+    distributed,
     get_device,
     get_local_rank,
     get_rank,
@@ -320,6 +321,27 @@ def test_agreement_works_in_a_group_that_the_user_has_opened() -> None:
         return value, size, still_open, total
 
     assert start(function) == [(7, 2, True, 1)] * 2
+
+
+def test_a_legacy_function_that_names_no_backend_gives_its_values_under_a_launcher() -> None:
+    def function() -> tuple[list[int], str]:
+        hook = sys.excepthook
+
+        @distributed(init_group=False)
+        def legacy() -> int:
+            dist.init_process_group()
+            return dist.get_rank()
+
+        values = legacy.run_all()
+        with process_group("gloo", device="cpu") as world:
+            backend = world.backend
+        dist.destroy_process_group()
+        sys.excepthook = hook
+        return values, backend
+
+    for values, backend in start(function, launcher="environment"):
+        assert values == [0, 1]
+        assert "cpu:gloo" in backend
 
 
 def test_a_second_group_of_the_users_own_has_a_channel_of_its_own() -> None:

@@ -326,3 +326,21 @@ def test_a_group_of_the_users_own_is_joined_and_stays_open() -> None:
 def test_another_backend_contradicts_a_group_of_the_users_own() -> None:
     with pytest.raises(GroupError, match="already open"):
         process_group("mpi").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("requested", "actual", "same"),
+    [
+        ("gloo", "cpu:gloo", True),  # of init_process_group() without a name, on the CPU
+        ("gloo", "cpu:gloo,cuda:gloo", True),
+        ("gloo", "cpu:gloo,cuda:nccl", True),
+        ("nccl", "cpu:gloo,cuda:nccl", True),
+        ("cpu:gloo", "cpu:gloo,cuda:nccl", True),
+        ("cuda:nccl,cpu:gloo", "cpu:gloo,cuda:nccl", True),
+        ("gloo", "cuda:nccl", False),
+        ("nccl", "cpu:gloo", False),
+        ("cuda:gloo", "cpu:gloo,cuda:nccl", False),
+    ],
+)
+def test_what_counts_as_the_backend_that_is_open(requested: str, actual: str, same: bool) -> None:
+    assert group._same_backend(requested, actual) is same
