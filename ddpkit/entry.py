@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast, overload
@@ -354,14 +354,15 @@ def _call_alone(job: Job) -> Any:
     if options.init_group:
         with process_group(options.backend, timeout=options.timeout, device=options.device):
             return job()
-    from ddpkit.launch.worker import RankSpec, rank_environment
+    from ddpkit.launch.worker import RankSpec, left_over, rank_environment
 
     listener = stores.listen()
     port = listener.getsockname()[1]
     store = stores.serve(listener, options.timeout)
     try:
         spec = RankSpec(0, 1, port, b"", torch.get_num_threads(), options)
-        with _environment(rank_environment(spec, os.getpid())):
+        unset: dict[str, str | None] = dict.fromkeys(left_over(os.environ))
+        with _environment({**unset, **rank_environment(spec, os.getpid())}):
             return job()
     finally:
         del store
@@ -431,15 +432,19 @@ def _divided_threads(topology: Topology) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for a block."""
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for a block, and unset those that are None."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set_variables(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

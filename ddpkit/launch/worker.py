@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from ddpkit.store import LOOPBACK, LOOPBACK_INTERFACE
 from ddpkit.topology import RANK_MARK
 
 FAILED_STATUS = 1
+_OF_TORCHRUN = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
 COMPILER = "torch._dynamo"
 """What DistributedDataParallel and optimizers import first, which takes longer than all else."""
 
@@ -124,6 +125,8 @@ def _set_environment(spec: RankSpec) -> None:
     if spec.environ is not None:
         os.environ.clear()
         os.environ.update(spec.environ)
+    for name in left_over(os.environ):
+        del os.environ[name]
     os.environ.update(rank_environment(spec, os.getpid()))
     # For helpers that this rank starts; torch itself has read the variable long ago.
     os.environ.setdefault(threads.VARIABLE, str(spec.threads))
@@ -148,6 +151,19 @@ def rank_environment(spec: RankSpec, pid: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         RANK_MARK: str(pid),
     }
+
+
+def left_over(names: Iterable[str]) -> list[str]:
+    """Find the variables of another launcher, or of an earlier one, that would be a rank's own.
+
+    Args:
+        names: Names of variables.
+
+    Example:
+        >>> left_over(["HOME", "ROLE_RANK", "TORCHELASTIC_RUN_ID"])
+        ['ROLE_RANK', 'TORCHELASTIC_RUN_ID']
+    """
+    return [name for name in names if name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")]
 
 
 def _prove_usable(spec: RankSpec) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddpkit import distributed, get_device, get_rank, get_world_size
+from ddpkit import distributed, get_device, get_rank, get_world_size, process_group
 from ddpkit.agree import exchange
 from ddpkit.errors import ConfigError, WorkerError
 from ddpkit.launch import start, supervisor, worker
@@ -181,6 +181,31 @@ def test_each_rank_has_the_variables_of_torchrun(
     for rank, found in enumerate(run_ranks(function, start_method=method)):
         values = [str(rank), "2", str(rank), "2", "0", "127.0.0.1"]
         assert found == (values, True, "changed since the forkserver started", True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_variables_that_another_launcher_has_left_over_do_not_reach_the_ranks(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_over = {
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "TORCHELASTIC_RUN_ID": "7",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "GROUP_RANK": "1",
+        "DDPKIT_LAUNCHER": "none",
+    }
+    for name, value in left_over.items():
+        monkeypatch.setenv(name, value)
+
+    def function() -> Any:
+        with process_group(device="cpu") as world:
+            return world.node_rank, world.num_nodes, sorted(left_over.keys() & os.environ.keys())
+
+    found = run_ranks(function, world_size, init_group=False)
+    assert found == [(0, 1, ["DDPKIT_LAUNCHER", "GROUP_RANK"])] * world_size
+    assert left_over.items() <= os.environ.items()
 
 
 @needs_fork
