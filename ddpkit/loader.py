@@ -699,8 +699,9 @@ def _compare_orders(orders: Sequence[Mapping[str, str]]) -> None:
             raise GroupError(
                 f"sharded_loader: {name} has other elements on {name_ranks(others)} than on rank "
                 "0, so samples would be seen twice or never. Does the dataset shuffle or list its "
-                "files in a random order when it is made? Let it sort them, or seed it alike on "
-                "all ranks; pass shard=False if each rank has made its own part."
+                "files in a random order when it is made? Let it sort them, or draw from a "
+                "generator of its own with the same seed on all ranks (after seed_everything() the "
+                "global ones differ); pass shard=False if each rank has made its own part."
             )
 
 

@@ -52,10 +52,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(MARK)
     if mark is None:
         return
+    problem = None
     try:
         sizes = read_mark(mark.args, mark.kwargs).world_sizes
     except ConfigError as error:
-        pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
+        problem = f"{metafunc.definition.nodeid}: {error}"
+    if problem is not None:  # outside of the handler, or the error would be shown, too
+        pytest.fail(problem, pytrace=False)
     if len(sizes) > 1:
         metafunc.fixturenames.append(_PARAMETER)
         ids = [f"{size}-ranks" if size > 1 else "1-rank" for size in sizes]
@@ -76,6 +79,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             "@pytest.mark.ranks needs an ordinary function, but this one is async or yields.",
             pytrace=False,
         )
+    shared = [name for name in ("capfd", "capfdbinary") if name in item.fixturenames]
+    if shared and _world_size(item) > 1:
+        pytest.fail(
+            f"@pytest.mark.ranks does not work with {shared[0]}: it captures into one file, which "
+            "all ranks would share. Use capsys, of which every rank has its own.",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,7 +104,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         opens_group = wanted.options.get("init_group", True)
         rank_body.run_alone(pyfuncitem.obj, arguments, opens_group=opens_group)
         return True
-    world_size = _world_size(pyfuncitem, wanted)
+    world_size = _world_size(pyfuncitem)
     pyfuncitem.stash[_LAUNCHED] = world_size > 1
     rank_body.run_test(
         pyfuncitem.obj,
@@ -136,9 +146,13 @@ def _show_ranks(report: pytest.TestReport, error: BaseException) -> None:
 # ----------------------------------------------------------------------------------- what is asked
 
 
-def _world_size(item: pytest.Function, wanted: RankMark) -> int:
-    size: Any = item.funcargs.get(_PARAMETER, wanted.world_sizes[0])
-    return int(size)
+def _world_size(item: pytest.Function) -> int:
+    chosen = getattr(item, "callspec", None)  # there is none without any parameter
+    if chosen is not None and _PARAMETER in chosen.params:
+        return int(chosen.params[_PARAMETER])
+    mark = item.get_closest_marker(MARK)
+    assert mark is not None
+    return read_mark(mark.args, mark.kwargs).world_sizes[0]
 
 
 def _options(item: pytest.Function, wanted: RankMark) -> dict[str, Any]:

@@ -79,6 +79,11 @@ class TestMethods:
     def test_method(self):
         assert not dist.is_initialized()
 
+@pytest.mark.ranks(2)
+def test_each_rank_has_its_own_output(capsys):
+    print("rank", get_rank())
+    assert capsys.readouterr().out == f"rank {get_rank()}\\n"
+
 @pytest.mark.ranks
 def test_two_is_the_default():
     assert get_world_size() == 2
@@ -98,7 +103,7 @@ def test_without_the_mark():
         "-v",
         "--strict-markers",
     )
-    result.assert_outcomes(passed=10)
+    result.assert_outcomes(passed=11)
     result.stdout.fnmatch_lines(["*test_sizes[[]1-rank-3[]] PASSED*"])
     result.stdout.fnmatch_lines(["*test_sizes[[]2-ranks-5[]] PASSED*"])
 
@@ -264,11 +269,16 @@ class TestOld(unittest.TestCase):
 @pytest.mark.ranks(2)
 async def test_async():
     pass
+
+@pytest.mark.ranks(1, 2)
+def test_one_file_for_all(capfd):
+    pass
 """,
         "-p",
         "no:asyncio",
     )
-    assert result.parseoutcomes()["errors"] == 2
+    assert result.parseoutcomes() == {"errors": 3, "passed": 1}
+    result.stdout.fnmatch_lines(["*does not work with capfd: it captures into one file*"])
     result.stdout.fnmatch_lines(["*this is a method of a unittest.TestCase.*"])
     result.stdout.fnmatch_lines(["*this one is async or yields.*"])
 
