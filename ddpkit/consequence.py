@@ -10,6 +10,12 @@ from ddpkit.errors import GroupError, PeerError
 CONSEQUENCES = frozenset({"transport", "peer"})
 """Kinds of exception that likely have their cause in another rank."""
 
+UNEVEN = (
+    "Look for a break, return or continue that not every rank takes, and for loops of different "
+    "lengths."
+)
+"""What to do where a collective has lost a rank that ended in order."""
+
 # Where an error of a collective surfaces: in torch.distributed, in DDP, or in the backward pass
 # that DDP reduces in. Most texts are no evidence, for gloo has many.
 _TRANSPORT_PLACES = (

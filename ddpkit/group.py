@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.torch_version import TorchVersion
 
 from ddpkit import pending
-from ddpkit.consequence import is_likely_consequence
+from ddpkit.consequence import UNEVEN, is_likely_consequence
 from ddpkit.control import SECRET_VARIABLE, Channel, Departure
 from ddpkit.errors import ConfigError, DdpkitError, GroupError, PeerError
 from ddpkit.links import ended_when_unreachable
@@ -635,7 +635,7 @@ def _tell_who_has_ended(channel: Channel, world: World, error: BaseException) ->
         error.__cause__ = cause  # and so it is in torchrun's report
 
 
-def _find_who_has_ended(channel: Channel, world: World) -> PeerError | None:
+def _find_who_has_ended(channel: Channel, world: World) -> PeerError | GroupError | None:
     deadline = time.monotonic() + _OBITUARY_BOUND
     while time.monotonic() < deadline:
         try:
@@ -646,6 +646,17 @@ def _find_who_has_ended(channel: Channel, world: World) -> PeerError | None:
         except GroupError:
             return None
         time.sleep(0.05)  # connections are closed a moment before a process has ended
+    return _find_who_has_left(channel)
+
+
+def _find_who_has_left(channel: Channel) -> GroupError | None:
+    with contextlib.suppress(GroupError):
+        gone = sorted(departure.rank for departure in channel.departures() if not departure.failed)
+        if gone:
+            return GroupError(
+                f"[rank {channel.rank}/{channel.world_size}] {name_ranks(gone)} had left the group "
+                f"in order while this rank was in a call that needs all ranks. {UNEVEN}"
+            )
     return None
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from ddpkit.consequence import CONSEQUENCES, classify
+from ddpkit.consequence import CONSEQUENCES, UNEVEN, classify
 from ddpkit.errors import RankFailure, WorkerError, WorkerTimeoutError
 from ddpkit.serialize import ExceptionRecord, origin_of, record_exception
 from ddpkit.wording import name_ranks
@@ -213,12 +213,11 @@ def explain_by_returns(root: RankFailure, returned: Sequence[int], name: str) ->
     Returns:
         A sentence; None where that is no explanation.
     """
-    if root.kind not in CONSEQUENCES or not returned:
+    if root.kind != "transport" or not returned:
         return None
     return (
         f"{name_ranks(returned)} had returned from {name}() by then, while rank {root.rank} was in "
-        f"a call that needs all ranks{_place_of(root)}. Look for a break, return or continue that "
-        "not every rank takes, and for loops of different lengths."
+        f"a call that needs all ranks{_place_of(root)}. {UNEVEN}"
     )
 
 

@@ -305,6 +305,24 @@ def test_an_exception_leaves_the_block_while_the_peer_is_in_a_collective() -> No
     assert max(first_time, second_time) < 10
 
 
+def test_a_rank_that_has_left_in_order_is_the_cause_of_a_lost_connection() -> None:
+    def function() -> str:
+        try:
+            with process_group(timeout=20, device="cpu"):
+                for step in range(4):
+                    if step == 2 and get_rank() == 1:
+                        break
+                    add_up()
+        except RuntimeError as error:
+            return str(error.__cause__)
+        return "no error"
+
+    lost, left = start(function, launcher="environment")
+    assert left == "no error"
+    assert lost.startswith("[rank 0/2] rank 1 had left the group in order")
+    assert "Look for a break" in lost
+
+
 # --------------------------------------------------------------------- a group of the user's own
 
 

@@ -186,7 +186,8 @@ def test_a_rank_0_without_a_port_says_so(ports: tuple[int, ...]) -> None:
 def test_an_interface_that_does_not_exist_is_refused_on_all_ranks() -> None:
     def function() -> str:
         os.environ["GLOO_SOCKET_IFNAME"] = "^lo,docker"
-        with pytest.raises(ConfigError) as caught:
+        # One rank may hear it from the other before it has looked itself.
+        with pytest.raises((ConfigError, PeerError)) as caught:
             process_group(timeout=20, device="cpu").__enter__()
         return str(caught.value)
 
