@@ -25,7 +25,8 @@ from ddpkit.wording import name_ranks, shortened
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_LEFT_OUT = re.compile(r"Parameter indices which did not receive grad for rank \d+:([ \d]*)")
+_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+:([ \d]*)(\.*)")
+_NAMES = re.compile(r"Parameters which did not receive grad for rank \d+: (.*)")
 _BUCKETINGS = 2  # torch orders its buckets anew once, after the first averaging backward
 
 
@@ -70,28 +71,30 @@ class CompletenessCheck:
         if not self._together:
             if left_out:
                 self._reducer._reset_state()  # noqa: SLF001
-                raise GroupError(left_out_message({get_rank(): left_out}))
+                raise GroupError(left_out_message({get_rank(): self._described(left_out)}))
         elif left_out or self._another_rank_failed():
             self._fail_together(left_out)
 
     def _left_out(self) -> list[str]:
-        """Name what has no averaged gradient on this rank, and why where that can be seen."""
+        """Name what has no averaged gradient on this rank."""
         try:
             self._reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError as error:
-            indices = left_out_indices(str(error))
-            if not indices:
+            names = left_out_names(str(error), list(self._parameters))
+            if not names:
                 raise
-            names = list(self._parameters)
-            return [self._described(names[index]) for index in indices]
+            return names
         return []
 
-    def _described(self, name: str) -> str:
-        recorded = self._parameters[name]
-        current = dict(self._module.named_parameters(remove_duplicate=False)).get(name)
-        if current is not recorded:
-            return f"{name} (replaced after ddp())"
-        return name if current.requires_grad else f"{name} (frozen after ddp())"
+    def _described(self, names: list[str]) -> list[str]:
+        """Say why these have no gradient, where that can be seen."""
+        current = dict(self._module.named_parameters(remove_duplicate=False))
+        reasons = []
+        for name in names:
+            is_same = current.get(name) is self._parameters[name]
+            frozen = "" if self._parameters[name].requires_grad else " (frozen after ddp())"
+            reasons.append(f"{name}{frozen if is_same else ' (replaced after ddp())'}")
+        return reasons
 
     # A failure that all ranks see.
 
@@ -119,14 +122,14 @@ class CompletenessCheck:
         if left_out:
             get_channel().publish(self._key, b"")
             self._release_others(left_out)
-        everyones = exchange(left_out, name="ddp")
+        everyones = exchange(self._described(left_out), name="ddp")
         self._reducer._reset_state()  # noqa: SLF001
         self._bucketings = 0
         raise GroupError(left_out_message(dict(enumerate(everyones))))
 
     def _release_others(self, left_out: list[str]) -> None:
         """Run the collectives of the buckets that this rank has not come to."""
-        missing = {id(self._parameters[item.split(" ")[0]]) for item in left_out}
+        missing = {id(self._parameters[name]) for name in left_out}
         buckets = self._reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
         incomplete = [any(id(item) in missing for item in b.parameters()) for b in buckets]
         works = []
@@ -147,17 +150,26 @@ def _can_be_looked_at(model: nn.Module) -> bool:
     return on_cpu and not is_sparse
 
 
-def left_out_indices(text: str) -> list[int]:
+def left_out_names(text: str, names: Sequence[str]) -> list[str]:
     """Read from torch's error which parameters a backward has left out.
 
     Args:
         text: The message of the reducer, which knows it exactly; nothing else tells.
+        names: Names of the averaged parameters.
 
     Returns:
-        Positions among the averaged parameters; empty if the message is another one.
+        Names; none if the message is another one.
     """
-    found = _LEFT_OUT.search(text)
-    return [int(index) for index in found.group(1).split()] if found else []
+    found = _INDICES.search(text)
+    if found is None:
+        return []
+    left_out = {names[int(index)] for index in found.group(1).split()}
+    if found.group(2):  # The indices end after about a hundred, the names do not.
+        line = _NAMES.search(text)
+        told = set(line.group(1).split(", ") if line else ())
+        # torch joins the module's name and the parameter's, also where the former is empty.
+        left_out.update(name for name in names if (name if "." in name else f".{name}") in told)
+    return [name for name in names if name in left_out]
 
 
 def left_out_message(left_out: Mapping[int, Sequence[str]]) -> str:

@@ -159,6 +159,34 @@ def test_left_out_parameters_are_named_at_once_on_all_ranks_which_can_go_on(
             assert_close(given, expected_gradients([ALL, ALL]))
 
 
+@pytest.mark.parametrize("key", ["layer", "my layer", "a (b)"])
+def test_hundreds_of_left_out_parameters_of_any_name_are_told_on_all_ranks(key: str) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            names = [f"{key} {number}" for number in range(150)]
+            self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+        def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+            for layer in list(self.layers.values())[:count]:
+                x = layer(x)
+            return x
+
+    def leave_out() -> str:
+        model = ddp(Deep(), **SMALL_BUCKETS)
+        for _ in range(2):
+            model(batch(), 150).sum().backward()
+        count = 10 if is_rank0() else 150
+        text = error_of(lambda: model(batch(), count).sum().backward(), GroupError)
+        model(batch(), 150).sum().backward()
+        return text
+
+    texts = set(run_ranks(leave_out, 2, timeout=20))
+    assert len(texts) == 1
+    assert f"rank 0: layers.{key} 10.weight, layers.{key} 10.bias, " in texts.copy().pop()
+    assert "and 274 more\n  rank 1: none" in texts.pop()
+
+
 def test_a_flag_lets_steps_leave_parameters_out() -> None:
     uses = ["first second", "second third"]
 

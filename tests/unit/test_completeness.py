@@ -2,24 +2,29 @@
 
 import pytest
 
-from ddpkit.completeness import left_out_indices, left_out_message
+from ddpkit.completeness import left_out_message, left_out_names
 
 
 @pytest.mark.parametrize(
-    ("text", "indices"),
+    ("text", "expected"),
     [
-        ("Parameter indices which did not receive grad for rank 1: 2 3\n In addition, ...", [2, 3]),
+        ("Parameter indices which did not receive grad for rank 1: 2 3\n In addition, ...", "cd"),
         (
             "... for rank 0: fc.weight\n"
-            "Parameter indices which did not receive grad for rank 12: 107",
-            [107],
+            "Parameter indices which did not receive grad for rank 12: 4",
+            "e",
         ),
-        ("Parameters which did not receive grad for rank 1: a.weight", []),
-        ("Connection closed by peer", []),
+        (
+            "Parameters which did not receive grad for rank 0: .e, .d, .b\n"
+            "Parameter indices which did not receive grad for rank 0: 1 3 ...",
+            "bde",
+        ),
+        ("Parameters which did not receive grad for rank 1: a.weight", ""),
+        ("Connection closed by peer", ""),
     ],
 )
-def test_indices_are_read_from_torchs_message(text: str, indices: list[int]) -> None:
-    assert left_out_indices(text) == indices
+def test_names_are_read_from_torchs_message(text: str, expected: str) -> None:
+    assert left_out_names(text, "abcde") == list(expected)
 
 
 @pytest.mark.parametrize(
