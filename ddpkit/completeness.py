@@ -50,6 +50,7 @@ class CompletenessCheck:
         needed = ("_check_reducer_finalized", "_reset_state")
         self._can_look = all(hasattr(wrapper.reducer, name) for name in needed)
         self._reducer: Any = wrapper.reducer
+        self._comm_hooks = wrapper._comm_hooks  # noqa: SLF001  # with their states
         self._module = wrapper.module
         self._parameters = parameters
         self._number = number
@@ -125,6 +126,7 @@ class CompletenessCheck:
         everyones = exchange(self._described(left_out), name="ddp")
         self._reducer._reset_state()  # noqa: SLF001
         self._bucketings = 0
+        self._forget_nan()
         raise GroupError(left_out_message(dict(enumerate(everyones))))
 
     def _release_others(self, left_out: list[str]) -> None:
@@ -139,6 +141,12 @@ class CompletenessCheck:
             works.append(self._reducer._run_comm_hook(bucket))  # noqa: SLF001
         for work in works:
             work.wait()
+
+    def _forget_nan(self) -> None:
+        """Drop what torch's PowerSGD has kept of the values that have released the others."""
+        for _, state in self._comm_hooks:
+            for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(state, name, {}).clear()
 
 
 def _can_be_looked_at(model: nn.Module) -> bool:

@@ -14,6 +14,8 @@ import torch
 # DDP's constructor imports it, which takes longer than these tests: once here, not in every rank.
 import torch._dynamo
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.utils.checkpoint import checkpoint
 
 from ddpkit.accumulation import accumulate, sync_gradients
@@ -883,6 +885,39 @@ def test_compressed_gradients_are_those_of_one_process_but_for_rounding(how: Any
         torch.testing.assert_close(one[name], value, rtol=0.02, atol=0.02)
     if how != "powersgd":  # which begins at its 1000th step
         assert any(not torch.equal(one[name], value) for name, value in expected.items())
+
+
+def test_a_left_out_parameter_leaves_nothing_in_the_memory_of_power_sgd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wide(Branches):
+        """Has matrices that are worth compressing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ALL.split():
+                setattr(self, name, nn.Linear(32, 32))
+
+    def at_once(group: Any) -> Any:
+        return PowerSGDState(group, start_powerSGD_iter=2)
+
+    def train() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = ddp(Wide(), compress="powersgd")
+        x = torch.randn(4, 32)
+        for _ in range(4):
+            model(x).sum().backward()
+        names = "first second" if is_rank0() else ALL
+        error_of(lambda: model(x, names).sum().backward(), GroupError)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+        return gradients(model)
+
+    monkeypatch.setattr(powerSGD_hook, "PowerSGDState", at_once)
+    one, other = run_ranks(train, 2, timeout=20)
+    assert_close(one, other)
+    assert all(value.isfinite().all() for value in one.values())
 
 
 def test_ranks_that_compress_differently_are_told() -> None:
