@@ -28,6 +28,11 @@ _REENTRANT_REMEDY = (
     "Pass use_reentrant=False to torch.utils.checkpoint.checkpoint. Where that cannot be changed "
     "and all steps are alike, ddp(model, static_graph=True) works too."
 )
+_STATIC_MESSAGE = (
+    "static_graph=True was given to ddp(), and the first forward is inside of accumulate() or "
+    "`with sync_gradients(model, when=False):`. torch learns the graph in the first backward, "
+    "which must average gradients. Run a step without such a block first, or drop the option."
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class BackwardWatch:
         self._additions = Additions()
         self._current: _Backward | None = None
         self._is_awaited = False
+        self._has_averaged = False
         self._knows_graph = averaging.is_static
         self._armed: dict[str, RemovableHandle] = {}
         self._refusals: list[RemovableHandle] = []
@@ -89,12 +95,18 @@ class BackwardWatch:
     # --------------------------------------------------------------------- what leads to parameters
 
     @torch._disable_dynamo  # noqa: SLF001  # what DDP itself uses
-    def check(self) -> None:
-        """Look for parameters that torch does not know of. Called before each forward.
+    def check(self, *, averages: bool) -> None:
+        """Look for what torch does not know of, or fails with. Called before each forward.
+
+        Args:
+            averages: Whether the backward is to average gradients.
 
         Raises:
             GroupError: Parameters were made trainable, or added, since the model was wrapped.
+            ConfigError: A static graph is to begin with a backward that does not average.
         """
+        if self._averaging.is_static and not averages and not self._has_averaged:
+            raise ConfigError(_STATIC_MESSAGE)
         if self._additions.happened:
             self._additions.happened = False
             self._look_for_added()
@@ -225,6 +237,7 @@ class BackwardWatch:
             if not is_first:
                 raise GroupError(self._second_backward_message())
             self._averaging.at_end()
+            self._has_averaged = True
         elif current.around is not None and not current.through_forward:
             raise GroupError(self._around_message(current.around))
 

@@ -91,7 +91,8 @@ def ddp(
         sync_batchnorm: Compute batch-norm statistics over the batches of all ranks. Skipped with a
             warning on the CPU, where torch has no such layer.
         find_unused_parameters: Allow a step to leave parameters out, at some cost.
-        static_graph: Promise that every step uses the same parameters in the same way.
+        static_graph: Promise that every step uses the same parameters in the same way. The first
+            one must average gradients, so it cannot be inside of `accumulate()`.
         compress: Send gradients in fewer bits, by torch's own hooks: as `"fp16"`, as `"bf16"`, or
             as matrices of low rank, `"powersgd"` (from the 1000th step on). This changes them a
             little.

@@ -167,7 +167,7 @@ class DistributedModel(DistributedDataParallel):
         # Ranks that have run out of data mimic torch's collectives inside of join(), not ours.
         is_watched = torch.is_grad_enabled() and not self._join_config.enable
         if is_watched:
-            self._backwards.check()
+            self._backwards.check(averages=self.require_backward_grad_sync)
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if is_watched:
             self._backwards.follow(output, averages=self.require_backward_grad_sync)

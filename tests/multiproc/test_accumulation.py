@@ -113,6 +113,27 @@ def test_the_primitive_averages_what_was_added_before() -> None:
     assert not torch.equal(one, other)
 
 
+def test_a_static_graph_is_learned_in_a_step_that_averages() -> None:
+    def train() -> tuple[str, list[int]]:
+        model: Any = ddp(net(), static_graph=True)
+        calls = counted(model)
+        x = torch.ones(2, 4)
+
+        def window() -> None:
+            for _, micro in accumulate(model, [x] * 2, every=2):
+                with micro:
+                    model(x).sum().backward()
+
+        text = error_of(window, ConfigError)
+        model(x).sum().backward()
+        window()
+        return text, calls
+
+    for text, calls in run_ranks(train, 2):
+        assert "the first forward is inside of accumulate()" in text
+        assert len(calls) == 2
+
+
 def test_a_backward_that_is_not_to_be_averaged_may_go_around_forward() -> None:
     def train() -> bool:
         model: Any = ddp(nn.Sequential(net()))
