@@ -129,9 +129,21 @@ def read_global_streams() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [str(kind), keys.tolist(), *map(float, rest)]
+        states["numpy"] = _numpy_state(numpy.random.get_state(legacy=False))
     return states
+
+
+def _numpy_state(state: dict[str, Any]) -> Any:
+    if state["bit_generator"] != "MT19937":
+        return _with_lists(state)
+    key, position = state["state"]["key"], state["state"]["pos"]
+    return ["MT19937", key.tolist(), *map(float, (position, state["has_gauss"], state["gauss"]))]
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_lists(item) for name, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def write_global_streams(states: Mapping[str, Any]) -> None:
@@ -146,8 +158,14 @@ def write_global_streams(states: Mapping[str, Any]) -> None:
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((kind, keys, int(position), int(has_gauss), cached))
+        numpy.random.set_state(_as_numpy_takes_it(states["numpy"]))
+
+
+def _as_numpy_takes_it(state: Any) -> Any:
+    if isinstance(state, dict):
+        return state
+    kind, keys, position, has_gauss, cached = state
+    return kind, keys, int(position), int(has_gauss), cached
 
 
 def _numpy_stream(seed: int) -> _NumpyStream | _OldNumpyStream | _NoNumpy:

@@ -3,13 +3,19 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ddpkit.randomness import PrivateRandomness, seed_global_streams
+from ddpkit.randomness import (
+    PrivateRandomness,
+    read_global_streams,
+    seed_global_streams,
+    write_global_streams,
+)
 
 
 def global_state() -> tuple[Any, ...]:
@@ -122,6 +128,21 @@ def test_global_streams_are_seeded_together() -> None:
     random.setstate(outer[0])
     np.random.set_state(outer[1])
     torch.set_rng_state(outer[2])
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "Philox", "SFC64"])
+def test_saved_streams_go_on_whichever_bit_generator_numpy_has(kind: str, tmp_path: Path) -> None:
+    numpy_random: Any = np.random
+    usual = numpy_random.get_bit_generator()
+    numpy_random.set_bit_generator(getattr(np.random, kind)(3))
+    try:
+        np.random.normal()
+        torch.save(read_global_streams(), tmp_path / "streams.pt")
+        expected = draw(3)
+        write_global_streams(torch.load(tmp_path / "streams.pt"))
+        assert draw(3) == expected
+    finally:
+        numpy_random.set_bit_generator(usual)
 
 
 def test_numpy_is_not_needed() -> None:
