@@ -229,6 +229,19 @@ def _check_model(model: object) -> None:
                 f"ddp() was given a model that is wrapped in {type(part).__name__} already. Wrap "
                 "it once: drop the other wrapper, or pass unwrap(model)."
             )
+    _check_parts(model)
+
+
+def _check_parts(model: nn.Module) -> None:
+    named = model.named_modules()
+    wrapped = [name for name, part in named if isinstance(part, DistributedDataParallel)]
+    # Where torch was told to leave parameters alone, they may be those.
+    if wrapped and not hasattr(model, "_ddp_params_and_buffers_to_ignore"):
+        raise ConfigError(
+            f"ddp() was given a {type(model).__name__} with parts that are wrapped in "
+            f"DistributedDataParallel already: {shortened(wrapped)}. Wrap the whole of the plain "
+            "parts, or the parts alone."
+        )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

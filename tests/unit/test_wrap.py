@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpkit.backward import tensors_in
 from ddpkit.errors import ConfigError, GroupError
@@ -42,6 +43,13 @@ def test_only_modules_are_models(call: Any) -> None:
 def test_a_second_wrapper_is_refused() -> None:
     with pytest.raises(ConfigError, match="wrapped in DataParallel already"):
         ddp(nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_a_wrapper_around_a_wrapped_part_is_refused() -> None:
+    part = nn.Linear(1, 1)
+    part.__class__ = type("Wrapped", (DistributedDataParallel,), {})
+    with pytest.raises(ConfigError, match=r"given a Sequential with parts .* already: 1. Wrap the"):
+        ddp(nn.Sequential(nn.ReLU(), part))
 
 
 def test_unknown_options_are_named_before_anything_else() -> None:
