@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,8 @@ from ddpkit.errors import ConfigError
 from ddpkit.group import (
     DEFAULT_TIMEOUT,
     accelerator_type,
+    check_backend,
+    check_device,
     choose_device,
     current_topology,
     get_world_size,
@@ -72,7 +76,7 @@ class DistributedFunction(Generic[P, R]):
                 cause.
             WorkerError: A rank ended in another way.
             ConfigError: The options or the launcher's variables are wrong, or an argument cannot
-                be sent; no process has been started then.
+                be sent, or this is a daemonic process; no process has been started then.
         """
         job = self._job(args, kwargs)
         where = _decide(job.options, current_topology(), group_is_open())
@@ -142,7 +146,7 @@ def distributed(
     timeout: float | timedelta = ...,
     start_method: str = ...,
     time_limit: float | timedelta | None = ...,
-    shutdown_grace: float = ...,
+    shutdown_grace: float | timedelta = ...,
     log_dir: str | os.PathLike[str] | None = ...,
     init_group: bool = ...,
 ) -> DistributedFunction[P, R]: ...
@@ -157,7 +161,7 @@ def distributed(
     timeout: float | timedelta = ...,
     start_method: str = ...,
     time_limit: float | timedelta | None = ...,
-    shutdown_grace: float = ...,
+    shutdown_grace: float | timedelta = ...,
     log_dir: str | os.PathLike[str] | None = ...,
     init_group: bool = ...,
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
@@ -189,16 +193,17 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
               accelerators of this machine, or 1.
             - backend: As for `process_group`.
             - device: As for `process_group`.
-            - timeout: Bound in seconds of the rendezvous, of collectives, and of waits for a rank
-              to come to a call such as `barrier`, or to the end under a launcher. Default: 600.
+            - timeout: Bound (seconds, or a timedelta) of the rendezvous, of collectives, and of
+              waits for a rank to come to a call such as `barrier`, or to the end under a launcher.
+              Default: 600.
             - start_method: `auto` (fork when that is safe, else forkserver), `fork`, `forkserver`
               or `spawn`. Default: `auto`.
             - time_limit: Seconds, or a timedelta, that the whole call may take; then the ranks are
               stopped, and a `WorkerTimeoutError` says where each was. A single rank, and a rank of
               a launcher, runs in this process: it is interrupted in Python code, and when a
               blocked call in C returns. Default: no limit.
-            - shutdown_grace: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
-              Default: 5.
+            - shutdown_grace: Seconds, or a timedelta, between SIGTERM and SIGKILL for ranks that
+              are stopped. Default: 5.
             - log_dir: Folder for a file `rank-N.log` for each rank, to which its standard output
               and error are appended; rank 0's are shown on the terminal, too. Default: no files.
             - init_group: Whether to open the process group. False starts the ranks and sets their
@@ -208,7 +213,7 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
         The decorated function; it has `run_all` and `with_options` beside its own signature.
 
     Raises:
-        ConfigError: An option is wrong.
+        ConfigError: An option is wrong, or the function is async, or a generator function.
 
     Example:
         >>> @distributed(nproc_per_node=1)
@@ -226,8 +231,28 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
         )
     if isinstance(function, DistributedFunction):
         return function.with_options(**options)
+    _check_function(function)
     register(function)
     return DistributedFunction(function, make_options(**options))
+
+
+def _check_function(function: Callable[..., Any]) -> None:
+    """Refuse a function whose call does not run its body, which has to run within the group."""
+    name = getattr(function, "__qualname__", repr(function))
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{name} is an async function, whose body would run after its ranks have ended. "
+            "Decorate a plain function that calls asyncio.run() with it."
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"{name} is a generator function, whose body would run after its ranks have ended. Let "
+            "it return a list, or decorate a plain function that goes through what it yields."
+        )
+    if isinstance(function, staticmethod):
+        raise ConfigError(
+            f"{name} is a staticmethod already. Write @staticmethod above @distributed."
+        )
 
 
 def make_options(**given: Any) -> Options:
@@ -239,16 +264,44 @@ def make_options(**given: Any) -> Options:
             f"distributed() has no option {', '.join(unknown)}. Its options are {', '.join(known)}."
         )
     options = Options(**given)
-    nproc: object = options.nproc_per_node
+    _check_nproc(options.nproc_per_node)
+    check_backend(options.backend)
+    check_device(options.device)
+    _check_start_method(options.start_method)
+    _check_kinds(options)
+    return replace(
+        options,
+        timeout=to_seconds(options.timeout) or DEFAULT_TIMEOUT,
+        time_limit=to_seconds(options.time_limit, name="time_limit"),
+        shutdown_grace=to_seconds(options.shutdown_grace, name="shutdown_grace", zero=True) or 0.0,
+    )
+
+
+def _check_nproc(nproc: object) -> None:
     if nproc is not None and (isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1):
         raise ConfigError(
             f"nproc_per_node={nproc!r} was given, but it must be at least 1, or None."
         )
-    time_limit = to_seconds(options.time_limit, name="time_limit")
-    if options.shutdown_grace < 0:
-        raise ConfigError(f"shutdown_grace={options.shutdown_grace!r} must not be negative.")
-    timeout = to_seconds(options.timeout) or DEFAULT_TIMEOUT
-    return replace(options, timeout=timeout, time_limit=time_limit)
+
+
+def _check_start_method(method: object) -> None:
+    choices = ["auto", *multiprocessing.get_all_start_methods()]
+    if method not in choices:
+        raise ConfigError(
+            f"start_method={method!r} was given; on this machine it must be one of "
+            f"{', '.join(choices)}."
+        )
+
+
+def _check_kinds(options: Options) -> None:
+    log_dir: object = options.log_dir
+    if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
+        raise ConfigError(f"log_dir={log_dir!r} was given, but it must be a path, or None.")
+    init_group: object = options.init_group
+    if not isinstance(init_group, bool):
+        raise ConfigError(f"init_group={init_group!r} was given, but it must be True or False.")
+    if options.shutdown_grace is None:
+        raise ConfigError("shutdown_grace=None was given, but it must be seconds or a timedelta.")
 
 
 # ------------------------------------------------------------------------------ pure decisions
@@ -271,7 +324,7 @@ def choose_nproc(explicit: int | None, variable: str | None) -> int | None:
         return explicit
     if variable is None:
         return None
-    if not variable.isdigit() or int(variable) < 1:
+    if not variable.isdecimal() or int(variable) < 1:
         raise ConfigError(
             f"{NPROC_VARIABLE}={variable!r} was given, but it must be a whole number of at least 1."
         )
@@ -314,10 +367,21 @@ def _start(job: Job) -> list[Any]:
     if nproc == 1:
         return [_run_alone(job)]
     _check_devices(nproc, job.options)
+    _check_may_start(job)
     # Imported when needed: a process that starts no ranks need not pay for what does.
     from ddpkit.launch.start import launch
 
     return launch(replace(job, nproc=nproc))
+
+
+def _check_may_start(job: Job) -> None:
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise ConfigError(
+            f"{job.name}() was called in {process.name}, a daemonic process (of a multiprocessing "
+            "Pool, or a data worker), which may start no others. Call it in the main process, or "
+            "use concurrent.futures.ProcessPoolExecutor in place of the pool."
+        )
 
 
 def _check_devices(nproc: int, options: Options) -> None:

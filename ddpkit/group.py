@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import numbers
 import os
 import socket
 import sys
@@ -44,6 +45,7 @@ from ddpkit.wording import name_ranks
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that rendezvous and collectives may take."""
+_LONGEST_TIME = 1e9  # 31 years; waits of Python and of torch overflow somewhere above
 _ERROR_PATH_BOUND = 1.5
 _OBITUARY_BOUND = 0.3
 _NOTICE_AFTER = 5.0
@@ -346,6 +348,8 @@ def process_group(
         1
     """
     seconds = to_seconds(timeout)
+    check_backend(backend)
+    check_device(device)
     if group_is_open():
         yield _join_open_group(backend, device)
         return
@@ -369,12 +373,61 @@ def process_group(
                 _close(opened)
 
 
-def to_seconds(given: float | timedelta | None, *, name: str = "timeout") -> float | None:
-    """Convert a time argument to seconds, checking that it is positive."""
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if seconds is not None and not seconds > 0:
-        raise ConfigError(f"{name}={given!r} was given, but it must be more than 0 seconds.")
-    return seconds
+def to_seconds(
+    given: float | timedelta | None, *, name: str = "timeout", zero: bool = False
+) -> float | None:
+    """Convert a time argument to seconds.
+
+    Args:
+        given: A number of seconds, a timedelta, or None.
+        name: Name of the argument.
+        zero: Whether it may be 0.
+
+    Raises:
+        ConfigError: It is no number, or not positive, or too large for a wait.
+
+    Example:
+        >>> to_seconds(timedelta(minutes=2))
+        120.0
+    """
+    if given is None:
+        return None
+    seconds: Any = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+        raise ConfigError(f"{name}={given!r} was given, but it must be seconds or a timedelta.")
+    if not (0 < float(seconds) <= _LONGEST_TIME or (zero and seconds == 0)):
+        least = "at least 0" if zero else "more than 0 seconds"
+        raise ConfigError(
+            f"{name}={given!r} was given, but it must be {least} and at most {_LONGEST_TIME:.0e} s."
+        )
+    return float(seconds)
+
+
+def check_backend(backend: object) -> None:
+    """Raise ConfigError if torch knows no such backend."""
+    if backend is None:
+        return
+    text = backend.lower() if isinstance(backend, str) else ""
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    if not all(item.rpartition(":")[2] in known for item in text.split(",")):
+        raise ConfigError(
+            f"backend={backend!r} was given, but the backends here are {', '.join(known)}, or such "
+            "as 'cpu:gloo,cuda:nccl'. Import the package first that brings another one."
+        )
+
+
+def check_device(device: object) -> None:
+    """Raise ConfigError if there is no such kind of device, or its name cannot be read."""
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"device={device!r} was given, but it must be a device such as 'cpu', 'cuda' or "
+            f"'cuda:1', or None ({reason})."
+        ) from None
 
 
 def _join_open_group(backend: str | None, device: str | torch.device | None) -> World:

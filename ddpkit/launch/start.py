@@ -124,12 +124,12 @@ def _stopped_by_signal(watch: SignalWatch, job: Job) -> WorkerError:
 
 
 def _choose_start_method(requested: str) -> StartMethod:
-    available = multiprocessing.get_all_start_methods()
     if requested != "auto":
-        return _check_requested(requested, available)
+        return _check_requested(cast(StartMethod, requested))
     reason = _reason_against_fork()
     if reason is None:
         return "fork"
+    available = multiprocessing.get_all_start_methods()
     method: StartMethod = "forkserver" if "forkserver" in available else "spawn"
     _logger.debug("starting ranks by %s and not by fork, because %s", method, reason)
     return method
@@ -145,12 +145,7 @@ def _reason_against_fork() -> str | None:
     return forksafe.prepare_fork()
 
 
-def _check_requested(requested: str, available: list[str]) -> StartMethod:
-    if requested not in available:
-        choices = ", ".join(["auto", *available])
-        raise ConfigError(
-            f"start_method={requested!r} was given; on this machine it must be one of {choices}."
-        )
+def _check_requested(requested: StartMethod) -> StartMethod:
     if requested == "fork":
         reason = _reason_against_fork()
         if reason is not None:
@@ -158,7 +153,7 @@ def _check_requested(requested: str, available: list[str]) -> StartMethod:
                 f"start_method='fork' was given, but this process cannot be forked safely: "
                 f"{reason}. Use 'auto', which forks only when that is safe."
             )
-    return cast(StartMethod, requested)
+    return requested
 
 
 def _load_result(data: bytes, rank: int) -> Any:

@@ -44,6 +44,7 @@ _CHECK_IN_BOUND = {"fork": 8.0, "forkserver": 300.0, "spawn": 300.0}
 # How long the victims of a failure are given to be followed by its cause.
 _CAUSE_BOUND = 0.5
 _KILL_BOUND = 5.0
+_LONGEST_STEP = 3600.0  # epoll refuses more than 24 days
 # For ranks that were asked to stop together, to save and to end by themselves.
 _REQUEST_BOUND = 60.0
 _PRELOAD = ["ddpkit.launch.preload"]
@@ -292,7 +293,8 @@ class Supervisor:
     def _step(self, until: float) -> None:
         """Wait for something to happen, and take note of it."""
         until = min(until, self._request_until)
-        timeout = None if until == math.inf else max(0.0, until - time.monotonic())
+        left = until - time.monotonic()
+        timeout = None if until == math.inf else min(max(0.0, left), _LONGEST_STEP)
         happened = self._selector.select(timeout)
         self._watch_for.drain()
         self._follow_request()

@@ -432,6 +432,10 @@ def test_where_a_fork_is_not_safe_the_forkserver_starts_the_ranks(
     assert os.getpid() not in parents
 
 
+def test_the_longest_times_can_be_waited_for() -> None:
+    assert run_ranks(get_rank, timeout=1e9, time_limit=1e9) == [0, 1]
+
+
 def test_a_model_among_the_arguments_is_warned_of() -> None:
     model = torch.nn.Linear(1, 1)
     with pytest.warns(UserWarning, match="argument 'model' holds a model") as caught:

@@ -1,10 +1,11 @@
 import functools
 import inspect
 import logging
+import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -149,7 +150,26 @@ def test_the_options_of_the_record_are_those_of_the_overloads() -> None:
         ({"nproc_per_node": "2"}, "nproc_per_node='2'"),
         ({"timeout": 0}, "timeout=0 was given"),
         ({"timeout": timedelta(seconds=-1)}, "more than 0 seconds"),
+        ({"timeout": float("inf")}, "timeout=inf was given.* at most 1e"),
+        ({"timeout": 1e12}, "timeout=1000000000000.0 was given"),
+        ({"timeout": timedelta.max}, "more than 0 seconds and at most"),
+        ({"timeout": True}, "timeout=True was given, but it must be seconds or a timedelta"),
+        ({"timeout": "10"}, "timeout='10' was given, but it must be seconds or a timedelta"),
+        ({"time_limit": float("inf")}, "time_limit=inf was given"),
         ({"shutdown_grace": -1.0}, "shutdown_grace=-1.0"),
+        ({"shutdown_grace": float("nan")}, "shutdown_grace=nan was given.* at least 0"),
+        ({"shutdown_grace": float("inf")}, "shutdown_grace=inf"),
+        ({"shutdown_grace": "5"}, "shutdown_grace='5' was given, but it must be seconds or"),
+        ({"shutdown_grace": None}, "shutdown_grace=None was given"),
+        ({"backend": "glooo"}, "backend='glooo' was given, but the backends here are gloo,"),
+        ({"backend": "cpu:gloo,cuda:nccll"}, "backend='cpu:gloo,cuda:nccll'"),
+        ({"backend": 5}, "backend=5 was given"),
+        ({"device": "bogus"}, "device='bogus' was given, but it must be a device such as"),
+        ({"device": 1.5}, "device=1.5"),
+        ({"start_method": "thread"}, "start_method='thread' was given; on this machine it must be"),
+        ({"start_method": None}, "start_method=None"),
+        ({"log_dir": 5}, "log_dir=5 was given, but it must be a path"),
+        ({"init_group": "no"}, "init_group='no' was given, but it must be True or False"),
         ({"nprocs": 2}, "no option nprocs. Its options are nproc_per_node, backend"),
         ({"nprocs": 2, "grace": 1}, "no option grace, nprocs"),
     ],
@@ -161,6 +181,58 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         distributed(**options)(train)
     with pytest.raises(ConfigError, match=message):
         train.with_options(**options)
+
+
+def test_times_may_be_timedeltas() -> None:
+    options = make_options(
+        timeout=timedelta(minutes=2), time_limit=timedelta(hours=1), shutdown_grace=timedelta(0)
+    )
+    assert (options.timeout, options.time_limit, options.shutdown_grace) == (120.0, 3600.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "cpu:gloo,cuda:nccl"}, {"device": torch.device("cpu")}]
+)
+def test_options_in_their_longer_forms(options: dict[str, Any]) -> None:
+    assert options.items() <= vars(make_options(**options)).items()
+
+
+async def async_function() -> None: ...
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (async_function, r"^async_function is an async function.* asyncio\.run\(\)"),
+        (generator, r"^generator is a generator function.* return a list"),
+        (async_generator, r"^async_generator is a generator function"),
+        (functools.partial(generator), "is a generator function"),
+        (staticmethod(generator), "is a staticmethod already.*Write @staticmethod above"),
+    ],
+)
+def test_a_function_whose_body_would_run_later_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        distributed(function)
+    with pytest.raises(ConfigError, match=message):
+        distributed(nproc_per_node=2)(function)
+
+
+def test_a_daemonic_process_is_told_that_it_may_start_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Job]
+) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"train\(\) was called in .* a daemonic .*ProcessPool"):
+        train.with_options(nproc_per_node=2)()
+    assert launches == []
+    assert train(2) == "2 epochs at 0.1 on rank 0"
 
 
 def test_what_is_not_a_function_is_refused() -> None:
@@ -176,7 +248,7 @@ def test_number_of_ranks(explicit: int | None, variable: str | None, expected: i
     assert choose_nproc(explicit, variable) == expected
 
 
-@pytest.mark.parametrize("variable", ["0", "-1", "two", "", "1.5"])
+@pytest.mark.parametrize("variable", ["0", "-1", "two", "", "1.5", "²"])
 def test_a_wrong_variable_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPKIT_NPROC_PER_NODE", variable)
     with pytest.raises(ConfigError, match=f"DDPKIT_NPROC_PER_NODE='{variable}' was given"):
@@ -260,6 +332,10 @@ def test_one_rank_runs_in_this_process(launches: list[Job]) -> None:
     assert function() is seen
     assert seen == [os.getpid()]
     assert launches == []
+
+
+def test_the_longest_time_limit_can_be_waited_for() -> None:
+    assert train.with_options(timeout=1e9, time_limit=1e9)(1) == "1 epochs at 0.1 on rank 0"
 
 
 def test_one_rank_has_a_group_while_it_runs() -> None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,20 @@ def test_a_block_that_destroys_the_group_itself() -> None:
         dist.destroy_process_group()
     with process_group(device="cpu"):
         dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "glooo"}, "backend='glooo' was given"),
+        ({"device": "bogus"}, "device='bogus' was given"),
+        ({"timeout": float("inf")}, "timeout=inf was given"),
+    ],
+)
+def test_wrong_options_open_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        process_group(**options).__enter__()
+    assert not dist.is_initialized()
 
 
 def test_a_wrong_time_limit_opens_nothing() -> None:
