@@ -62,17 +62,28 @@ def _arrive(*duplicates: Any) -> StandardStreams:
     return StandardStreams()
 
 
-def write_to_descriptors() -> None:
+def write_to_descriptors(*, only_from_memory: bool = False) -> None:
     """Let Python's streams write to the standard descriptors, whatever stood in their place.
 
     A fork inherits what the parent had put there, such as a test runner's capture.
+
+    Args:
+        only_from_memory: Whether this is for streams that keep all in memory alone: those of a fork
+            are copies, which nobody reads.
     """
     for name, descriptor in (("stdout", _STDOUT), ("stderr", _STDERR)):
-        if not _writes_to(getattr(sys, name), descriptor):
+        stream = getattr(sys, name)
+        if only_from_memory and not _is_in_memory(stream):
+            continue
+        if not _writes_to(stream, descriptor):
             stream = open(  # noqa: SIM115  # it is the rank's stream from now on
                 descriptor, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
             )
             setattr(sys, name, stream)
+
+
+def _is_in_memory(stream: Any) -> bool:
+    return isinstance(getattr(stream, "buffer", stream), (io.StringIO, io.BytesIO))
 
 
 def _writes_to(stream: Any, descriptor: int) -> bool:

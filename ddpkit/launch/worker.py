@@ -84,7 +84,7 @@ def run_forked(
     """Run a rank in a fork of the calling process, which holds the job already."""
     if streams is not None:
         streams.take()
-        write_to_descriptors()
+    write_to_descriptors(only_from_memory=streams is None)
     for descriptor in state.descriptors:
         os.close(descriptor)
     forksafe.leave_watchdog_behind()

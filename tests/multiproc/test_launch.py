@@ -1,5 +1,7 @@
+import contextlib
 import functools
 import importlib
+import io
 import multiprocessing
 import os
 import random
@@ -312,6 +314,23 @@ def test_what_a_rank_prints_goes_where_the_caller_prints(
         print(f"trouble on {get_rank()}", file=sys.stderr)  # noqa: T201
 
     run_ranks(function, start_method=method)
+    captured = capfd.readouterr()
+    assert sorted(captured.out.splitlines()) == ["hello from 0", "hello from 1"]
+    assert "trouble on 0" in captured.err
+    assert "trouble on 1" in captured.err
+
+
+@pytest.mark.parametrize("method", [FORK, "forkserver"])
+@pytest.mark.parametrize("make", [io.StringIO, lambda: io.TextIOWrapper(io.BytesIO())])
+def test_what_a_rank_prints_is_not_lost_where_the_caller_prints_into_memory(
+    make: Callable[[], Any], method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def function() -> None:
+        print(f"hello from {get_rank()}")  # noqa: T201
+        print(f"trouble on {get_rank()}", file=sys.stderr)  # noqa: T201
+
+    with contextlib.redirect_stdout(make()), contextlib.redirect_stderr(make()):
+        run_ranks(function, start_method=method)
     captured = capfd.readouterr()
     assert sorted(captured.out.splitlines()) == ["hello from 0", "hello from 1"]
     assert "trouble on 0" in captured.err
