@@ -12,6 +12,7 @@ RETURNED = b"R"
 FAILED = b"F"
 HOLDS = b"H"
 STOPS = b"S"
+THREADS = b"T"
 GO = b"G"
 
 _HEADER = struct.Struct("!cQ")

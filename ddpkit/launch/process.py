@@ -43,6 +43,8 @@ class RankProcess:
     main_thread: int = 0
     checked_in: bool = False
     used_compiler: bool = False
+    threads: tuple[str, ...] = ()
+    """The threads that it waits for before it ends, once it has delivered its result."""
     held: frozenset[signal.Signals] = frozenset()
     """The signals that it takes for requests to stop."""
     result: bytes | None = None

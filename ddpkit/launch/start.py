@@ -66,8 +66,25 @@ def launch(job: Job) -> list[Any]:
         raise_timeout(outcome.failures, outcome.unfinished, job.name, limit)
     if outcome.failures:
         raise_failure(outcome.failures, job.nproc, job.name, outcome.unfinished)
+    _warn_of_threads(outcome, job)
     _Experience.ranks_use_compiler |= outcome.used_compiler
     return [_load_result(data, rank) for rank, data in enumerate(outcome.results)]
+
+
+def _warn_of_threads(outcome: Outcome, job: Job) -> None:
+    if not outcome.ended_threads:
+        return
+    which = "; ".join(
+        f"rank {rank}: {', '.join(map(repr, names))}"
+        for rank, names in outcome.ended_threads.items()
+    )
+    warnings.warn(
+        f"{job.name}() has returned, but threads that it started were still at work after the "
+        f"shutdown_grace of {job.options.shutdown_grace:g} s and were ended ({which}). Join them "
+        "before it returns, or raise shutdown_grace.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 class _Launch:

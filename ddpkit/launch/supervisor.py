@@ -73,6 +73,8 @@ class Outcome:
     """Whether the time limit of the launch had passed."""
     used_compiler: bool = False
     """Whether a rank has imported torch's compiler."""
+    ended_threads: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The threads, by rank, that went on after its function had returned, until they were ended."""
 
 
 class Supervisor:
@@ -105,6 +107,7 @@ class Supervisor:
         self._memory_kills = count_memory_kills()
         self._ranks: list[RankProcess] = []
         self._unfinished: dict[int, Stack | None] = {}
+        self._ended_threads: dict[int, tuple[str, ...]] = {}
         self._timed_out = False
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
@@ -134,6 +137,7 @@ class Supervisor:
             unfinished=self._unfinished,
             timed_out=self._timed_out,
             used_compiler=any(rank.used_compiler for rank in self._ranks),
+            ended_threads=self._ended_threads,
         )
 
     def signal_all(self, number: signal.Signals) -> None:
@@ -326,6 +330,8 @@ class Supervisor:
             elif kind == pipe.HOLDS:
                 rank.held = frozenset(signal.Signals(int(number)) for number in payload.split())
                 self._take_requests()
+            elif kind == pipe.THREADS:
+                rank.threads = tuple(payload.decode().split("\n"))
             elif kind == pipe.STOPS:
                 self._watch_for.followed = True
             elif kind == pipe.RETURNED:
@@ -370,6 +376,7 @@ class Supervisor:
         try:
             if returned:
                 self._await_exit(grace, enough)
+                self._note_threads()
             self._ask_to_end()
             self._await_exit(grace, enough)
         finally:
@@ -381,6 +388,11 @@ class Supervisor:
             self._store = None
             if self._listener is not None:
                 self._listener.close()
+
+    def _note_threads(self) -> None:
+        for rank in self._ranks:
+            if not self._is_gone(rank) and not rank.ended and rank.threads:
+                self._ended_threads[rank.rank] = rank.threads
 
     def _ask_to_end(self) -> None:
         """Let ranks end in order; those that would take it for a request to stop end at once."""

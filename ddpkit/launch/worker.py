@@ -202,10 +202,11 @@ def _call_and_report(
         call = load()
         if not options.init_group:
             _report(call, spec.rank, descriptor)
-            return
-        with process_group(options.backend, timeout=options.timeout, device=options.device):
-            # Within the group, because leaving it takes time and may wait for other ranks.
-            _report(call, spec.rank, descriptor)
+        else:
+            with process_group(options.backend, timeout=options.timeout, device=options.device):
+                # Within the group, because leaving it takes time and may wait for other ranks.
+                _report(call, spec.rank, descriptor)
+        _name_threads(descriptor)
     except BaseException as error:  # noqa: BLE001  # whatever ended the rank is the caller's to see
         _fail(failure_of_exception(spec.rank, error), descriptor)
 
@@ -233,6 +234,14 @@ def _report(call: Callable[[], Any], rank: int, descriptor: int) -> None:
     if COMPILER in sys.modules:
         pipe.send(descriptor, pipe.USED_COMPILER)
     pipe.send(descriptor, pipe.RETURNED, result)
+
+
+def _name_threads(descriptor: int) -> None:
+    """Tell the parent which threads of the user's this process waits for at its end."""
+    threads = [each for each in threading.enumerate() if not each.daemon]
+    names = [each.name for each in threads if each is not threading.current_thread()]
+    if names:
+        pipe.send(descriptor, pipe.THREADS, "\n".join(names).encode())
 
 
 class _UnsendableResultError(Exception):

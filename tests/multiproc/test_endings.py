@@ -448,14 +448,32 @@ def test_a_helper_that_made_itself_independent_holds_nothing_up(
     await_end(workers(tmp_path))
 
 
-def test_a_thread_that_goes_on_does_not_keep_the_launch_from_ending(tmp_path: Path) -> None:
+def test_a_thread_that_goes_on_does_not_keep_the_launch_from_ending_and_is_named(
+    tmp_path: Path,
+) -> None:
     def function() -> int:
-        threading.Thread(target=time.sleep, args=[600]).start()
+        threading.Thread(target=time.sleep, args=[600], name=f"upload-{get_rank()}").start()
+        threading.Thread(target=time.sleep, args=[600], name="whatever", daemon=True).start()
         (tmp_path / str(get_rank())).write_text(str(os.getpid()))
         return get_rank()
 
-    assert run_ranks(function, shutdown_grace=0.5) == [0, 1]
+    expected = r"after the shutdown_grace of 0.5 s .*\(rank 0: 'upload-0'; rank 1: 'upload-1'\)"
+    with pytest.warns(RuntimeWarning, match=expected) as caught:
+        assert run_ranks(function, shutdown_grace=0.5) == [0, 1]
+    assert len(caught) == 1
     assert not any(map(is_running, workers(tmp_path)))
+
+
+def test_a_thread_that_ends_within_the_grace_is_waited_for_without_a_word(tmp_path: Path) -> None:
+    def upload(rank: int) -> None:
+        time.sleep(0.3)
+        (tmp_path / str(rank)).touch()
+
+    def function() -> None:
+        threading.Thread(target=upload, args=[get_rank()]).start()
+
+    run_ranks(function, shutdown_grace=20)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def sleep_long() -> None:
