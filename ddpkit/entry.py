@@ -8,10 +8,12 @@ import inspect
 import logging
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
@@ -57,12 +59,17 @@ class DistributedFunction(Generic[P, R]):
     """
 
     def __init__(
-        self, function: Callable[P, R], options: Options, bound: tuple[Any, ...] = ()
+        self,
+        function: Callable[P, R],
+        options: Options,
+        bound: tuple[Any, ...] = (),
+        give: Callable[[], Callable[P, R]] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self.options = options
         self._bound = bound
+        self._give = give or _giver(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function on all ranks.
@@ -114,21 +121,58 @@ class DistributedFunction(Generic[P, R]):
             42
         """
         given = {field.name: getattr(self.options, field.name) for field in fields(Options)}
-        return DistributedFunction(
-            self.__wrapped__, make_options(**{**given, **options}), self._bound
-        )
+        return self._copy(make_options(**{**given, **options}), self._bound)
 
     def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]:
         """Bind to an instance, for a decorated method."""
         if instance is None:
             return self
-        return DistributedFunction(self.__wrapped__, self.options, (instance,))
+        return self._copy(self.options, (instance,))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its own name stands for this object, so that pickle does not find the function by it.
+        is_found = _can_be_found(self.__wrapped__)
+        rebuild: Callable[..., Any] = DistributedFunction if is_found else _rebuilt
+        source = self.__wrapped__ if is_found else self._give
+        made_anew = ("__wrapped__", "options", "_bound", "_give")
+        state = {name: value for name, value in vars(self).items() if name not in made_anew}
+        return rebuild, (source, self.options, self._bound), state
+
+    def _copy(self, options: Options, bound: tuple[Any, ...]) -> DistributedFunction[P, R]:
+        return DistributedFunction(self.__wrapped__, options, bound, self._give)
 
     def __repr__(self) -> str:
         return f"<distributed {self.__wrapped__!r}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         return Job(self.__wrapped__, (*self._bound, *args), kwargs, options=self.options)
+
+
+def _giver(function: Callable[P, R]) -> Callable[[], Callable[P, R]]:
+    """Make what pickle finds as `module.function._give`, and cloudpickle sends as any function."""
+
+    def give() -> Callable[P, R]:
+        return function
+
+    give.__module__ = getattr(function, "__module__", None) or give.__module__
+    give.__qualname__ = f"{getattr(function, '__qualname__', '<locals>')}._give"
+    return give
+
+
+def _rebuilt(
+    give: Callable[[], Callable[P, R]], options: Options, bound: tuple[Any, ...]
+) -> DistributedFunction[P, R]:
+    return DistributedFunction(give(), options, bound, give)
+
+
+def _can_be_found(function: Callable[..., Any]) -> bool:
+    """Tell whether pickle finds a function by its name, or needs none."""
+    if not isinstance(function, FunctionType):
+        return True
+    found: Any = sys.modules.get(function.__module__ or "")
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 @overload

@@ -3,7 +3,9 @@ import inspect
 import logging
 import multiprocessing
 import os
+import pickle
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import fields
@@ -122,6 +124,42 @@ def test_a_method() -> None:
     assert Trainer(3).fit.with_options(nproc_per_node=1)(4) == 12
     assert Trainer.fit.__doc__ == "Fit."
     assert Trainer.static(4) == 4
+
+
+train_more = train.with_options(nproc_per_node=2, timeout=7)
+plain_abs = distributed(abs, device="cpu")
+partly_given = distributed(functools.partial(divmod, 7), device="cpu")
+
+
+def test_a_decorated_function_can_be_pickled_by_its_name() -> None:
+    sent = pickle.loads(pickle.dumps(train))
+    assert sent.__wrapped__ is train.__wrapped__
+    assert (sent.options, sent.__name__, sent.__doc__) == (train.options, "train", train.__doc__)
+    assert sent(2) == "2 epochs at 0.1 on rank 0"
+    assert pickle.loads(pickle.dumps(train_more)).options == train_more.options
+    assert pickle.loads(pickle.dumps(plain_abs))(-3) == 3
+    assert pickle.loads(pickle.dumps(partly_given))(2) == (3, 1)
+
+
+def test_a_bound_method_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(Trainer(3).fit))(4) == 12
+
+
+def test_a_decorated_function_of_main_goes_by_name_for_pickle_and_by_value_for_ranks() -> None:
+    program = """
+import pickle, ddpkit
+
+@ddpkit.distributed(device="cpu")
+def depth(left):
+    "Count."
+    return 1 + depth(left - 1) if left else len(depth.__doc__)
+
+assert pickle.loads(pickle.dumps(depth)).__wrapped__ is depth.__wrapped__
+for method in ("forkserver", "auto"):
+    two = depth.with_options(nproc_per_node=2, start_method=method)
+    assert two.run_all(2) == [8, 8]
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=55)
 
 
 def test_a_method_of_several_ranks_takes_its_object_along(launches: list[Job]) -> None:
