@@ -218,7 +218,9 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
     opens the process group and runs the function in this process. Otherwise it starts ranks on
     this machine; with one rank the function runs in the calling process. What the program has
     changed in an imported module (`config.LR = 0.5`) holds in forked ranks alone, so pass it as an
-    argument; the random state and the settings of torch hold under every start method.
+    argument; the random state and the settings of torch hold under every start method. Ranks that
+    are started end soon after the function has returned: what it registers with `atexit` need not
+    run there.
 
     While ranks run, Ctrl-C, SIGTERM and SIGHUP stop them first (SIGTERM, `shutdown_grace`, SIGKILL;
     a second signal ends the grace) and then do what they would have done: Ctrl-C raises one

@@ -333,6 +333,7 @@ def process_group(
             accelerator's own with gloo beside it otherwise.
         timeout: Bound of the rendezvous, of collectives, and of waits for a rank to come to a call
             such as `barrier` or `on_rank0`, in seconds or as a timedelta. Default: 600 seconds.
+            A group that is open already keeps its own.
         device: Device of this rank. Default: its accelerator, or the CPU.
 
     Yields:
