@@ -326,7 +326,8 @@ def make_options(**given: Any) -> Options:
 def _check_nproc(nproc: object) -> None:
     if nproc is not None and (isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1):
         raise ConfigError(
-            f"nproc_per_node={nproc!r} was given, but it must be at least 1, or None."
+            f"nproc_per_node={nproc!r} was given, but it must be a whole number of at least 1, or "
+            "None."
         )
 
 

@@ -211,8 +211,8 @@ class _FunctionParts(dict[str, Any]):
 
 
 def _holds_training_state(value: object) -> bool:
-    """Tell whether a value is, or directly contains, a model or an optimizer."""
-    values: Iterable[object] = (value,)
+    """Tell whether a value is, or has, a model or an optimizer: a trainer that has both, too."""
+    values: Iterable[object] = (value, *getattr(value, "__dict__", {}).values())
     if isinstance(value, Mapping):
         values = value.values()
     elif isinstance(value, (list, tuple)):

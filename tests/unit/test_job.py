@@ -1,6 +1,7 @@
 import random
 import socket
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -278,7 +279,14 @@ def test_a_global_that_another_process_makes_itself_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda x: x, lambda x: [x], lambda x: {"model": x}, lambda x: (1, x)]
+    "wrap",
+    [
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"model": x},
+        lambda x: (1, x),
+        lambda x: types.SimpleNamespace(model=x),  # as a trainer whose method is decorated
+    ],
 )
 def test_a_model_among_the_arguments_is_a_copy(wrap: Callable[[object], object]) -> None:
     model = torch.nn.Linear(2, 2)
