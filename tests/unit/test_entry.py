@@ -181,7 +181,10 @@ def test_the_options_of_the_record_are_those_of_the_overloads() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nproc_per_node": 0}, "nproc_per_node=0 was given, but it must be at least 1"),
+        (
+            {"nproc_per_node": 0},
+            "nproc_per_node=0 was given, but it must be a whole number of at least 1",
+        ),
         ({"nproc_per_node": -1}, "nproc_per_node=-1"),
         ({"nproc_per_node": 1.5}, "nproc_per_node=1.5"),
         ({"nproc_per_node": True}, "nproc_per_node=True"),
