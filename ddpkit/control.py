@@ -250,14 +250,13 @@ class Channel:
         # In place of chunks their digest is signed, so that the header is checked before them.
         body = hashlib.sha256(payload).digest() if parts else payload
         message = _HEADER.pack(self._sign(key, parts, body), parts) + body
+        # One call for each: the bound is that of an answer, and signs of life are given in between.
+        for index in range(parts):
+            self._write(f"{key}/{index}", chunks[index])
+        self._write(key, message)  # last: where it stands, the message is whole
 
-        def write(store: Store) -> None:
-            # The header last: where it stands, the message is whole.
-            for index in range(parts):
-                _set(store, f"{key}/{index}", chunks[index])
-            _set(store, key, message)
-
-        self._call(write)
+    def _write(self, key: str, value: bytes) -> None:
+        self._call(lambda store: _set(store, key, value))
 
     def fetch(self, key: str, *, lasting: bool = False) -> bytes | None:
         """Read a message and check its signature; None where there is none yet.
@@ -304,7 +303,7 @@ class Channel:
         payload = body
         if genuine and parts:
             names = [f"{key}/{index}" for index in range(parts)]
-            payload = self._call(lambda store: b"".join([store.get(name) for name in names]))
+            payload = b"".join([self._read(name) for name in names])
             genuine = hmac.compare_digest(hashlib.sha256(payload).digest(), body)
             self._parts[key] = parts
         if not genuine:
@@ -314,6 +313,9 @@ class Channel:
                 f"different values of {SECRET_VARIABLE}."
             )
         return payload
+
+    def _read(self, key: str) -> bytes:
+        return self._call(lambda store: store.get(key))
 
     def delete(self, key: str) -> None:
         """Remove a message."""

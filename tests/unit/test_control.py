@@ -117,6 +117,30 @@ def test_all_parts_of_a_large_message_are_deleted(
     assert store.num_keys() == before
 
 
+class SlowStore(HashStore):
+    """Takes its time for each part of a message."""
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(0.2 if "/" in key and key.startswith("key") else 0)
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.2 if "/" in key and key.startswith("key") else 0)
+        return super().get(key)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_large_message_may_take_longer_than_the_bound_of_an_answer(
+    make_channel: MakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_HEARTBEAT_EVERY", 0.1)
+    store = SlowStore()
+    channel = make_channel(0, over=store, bound=0.9, heartbeat=True)
+    channel.publish("key", bytes(60))
+    assert beats_of(store, 0) >= 3  # nobody takes this rank for dead meanwhile
+    assert channel.fetch("key") == bytes(60)
+
+
 def test_no_part_of_a_message_exceeds_what_the_store_takes() -> None:
     listener = stores.listen()
     port = listener.getsockname()[1]
