@@ -180,7 +180,7 @@ class _Parcel:
         # In a type that travels anyway, so that it makes no bucket of its own.
         types = (place for place in self.layout if place[1].is_floating_point)
         _, dtype, device = next(types, (None, torch.int64, tensors[0].device))
-        first = torch.tensor([digest], device=device).view(dtype)
+        first = torch.full((1,), digest, dtype=torch.int64, device=device).view(dtype)
         broadcast_from_rank0([first, *tensors], self._group)
         return first.view(torch.int64)
 
