@@ -367,7 +367,7 @@ class _BackgroundSave:
     """
 
     def __init__(self, write: Callable[[], None]) -> None:
-        self.was_told = False
+        self.was_told: bool = False
         self._write = write
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ddpkit-save")
