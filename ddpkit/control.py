@@ -387,7 +387,8 @@ class Channel:
 
     def withdraw(self) -> None:
         """Take back that this rank has joined."""
-        self.delete(f"member/{self.rank}")
+        # Not deleted: another rank that reads it at this moment would wait for it to come back.
+        self.publish(f"member/{self.rank}", b"")
         self.add("joined", -1)
         self.add(f"claims/{self.rank}", -1)
 
@@ -402,7 +403,7 @@ class Channel:
 
     def has_withdrawn(self, rank: int) -> bool:
         """Tell whether a rank has taken back that it joined, or never did."""
-        return self.fetch(f"member/{rank}") is None
+        return not self.fetch(f"member/{rank}")
 
     def absent(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks have not joined yet."""
@@ -419,7 +420,7 @@ class Channel:
     def _member(self, rank: int) -> Member | None:
         if rank not in self._members:
             payload = self.fetch(f"member/{rank}")
-            if payload is None:
+            if not payload:
                 return None
             self._members[rank] = load_value(payload)
         return self._members[rank]
